@@ -40,6 +40,13 @@ from policy.core.messages import DtypePolicyWarning
 from policy.core.rules import PolicyRules
 from policy.inspect.monitor.monitor import monitor
 from policy.inspect.monitor.snapshot import Snapshot
+from policy.quantized.array import QuantizedArray
+from policy.quantized.params import (
+    dequantize_params,
+    merge_frozen,
+    quantize_params,
+    split_frozen,
+)
 from policy.inspect.suggest.suggest import suggest
 from policy.inspect.suggest.suggestion import Suggestion
 
@@ -57,6 +64,7 @@ __all__ = [
     "Policy",
     "PolicyCost",
     "PolicyRules",
+    "QuantizedArray",
     "RunLog",
     "ScaledGradients",
     "ScaledMatmul",
@@ -73,6 +81,7 @@ __all__ = [
     "compare",
     "compute_dtype",
     "current_policy",
+    "dequantize_params",
     "estimate",
     "full_precision",
     "get_policy",
@@ -82,16 +91,19 @@ __all__ = [
     "loss_scale_of",
     "losses",
     "master_params",
+    "merge_frozen",
     "mixed_precision",
     "monitor",
     "optim",
     "output_dtype",
     "param_dtype",
+    "quantize_params",
     "reduction_dtype",
     "reductions",
     "select_tree",
     "set_policy",
     "sharding",
+    "split_frozen",
     "suggest",
     "testing",
     "use_policy",

@@ -26,6 +26,8 @@ from policy.core.scope import current_scope, enter
 from policy.eight_bits import scaled_convolution, scaled_matmul
 from policy.functions.linear_cross_entropy import linear_softmax_cross_entropy
 from policy.functions.reductions import accumulating
+from policy.quantized import products
+from policy.quantized.array import QuantizedArray
 
 Array = jax.Array
 
@@ -64,6 +66,23 @@ def promotes_as_flax(layer: Any) -> bool:
 # --------------------------------------------------------------------------------------------------
 # Products
 # --------------------------------------------------------------------------------------------------
+
+
+def promoted(layer: Any, promote: Callable[..., Any], inputs: Array, kernel: Any, bias: Any) -> Any:
+    """Returns inputs, kernel and bias as a layer's `promote_dtype` returns them; a kernel stored as
+    codes is read in the dtype of the inputs.
+
+    Args:
+      layer: the layer.
+      promote: its `promote_dtype`, for the operands alone.
+      inputs, kernel, bias: as they are stored.
+    """
+    if not isinstance(kernel, QuantizedArray):
+        return promote(inputs, kernel, bias)
+    if not promotes_as_flax(layer):
+        return promote(inputs, kernel.widened(), bias)
+    inputs, _, bias = promote(inputs, None, bias)
+    return inputs, kernel.astype(inputs.dtype), bias
 
 
 class Product:
@@ -120,6 +139,10 @@ class Product:
             return self.operation(*before, lhs, rhs, *args, **options, **preferred)
 
         wide, is_8_bit = self.accumulator_dtype, self.numerics.matmul is not None
+        if isinstance(self.kernel, QuantizedArray):
+            if not is_8_bit:
+                return _of_codes(self, bilinear, before, args, options)
+            self.kernel = self.kernel.widened()
         if is_8_bit and self.is_flaxs and self.operation in _IN_8_BITS:
             product = _in_8_bits(self, wide or self.inputs.dtype, before, args, options)
             if product is not None:
@@ -141,6 +164,28 @@ class Product:
             y = add_bias(y, self.bias, shape, stored=self.stored_bias, reduction_dtype=wide)
         result = self.numerics.result_dtype
         return y if self.preferred is None or result is None else cast_array(y, result)
+
+
+def _of_codes(
+    product: Product,
+    operation: Callable[..., Array],
+    before: Sequence[Any],
+    args: Sequence[Any],
+    options: dict[str, Any],
+) -> Array:
+    """Computes a product with a kernel that is stored as codes."""
+    x, kernel, wide = product.inputs, product.kernel, product.accumulator_dtype
+    preferred = product.preferred if wide is None else wide
+    numbers = None
+    if product.operation is lax.dot_general:
+        numbers = args[0]
+    elif product.operation is inner_products:
+        numbers = ((x.ndim - 1,), (1,)), ((), ())
+    elif product.operation is jnp.einsum and options.get("out_sharding") is None:
+        return products.einsum(before[0], x, kernel, accumulator_dtype=preferred, **options)
+    if numbers is None:
+        return products.applied(operation, x, kernel, accumulator_dtype=preferred)
+    return products.dot_general(x, kernel, numbers, accumulator_dtype=preferred, **options)
 
 
 _IN_8_BITS: tuple[Any, ...] = (lax.dot_general, jnp.einsum, lax.conv_general_dilated)
@@ -287,10 +332,11 @@ def windows_of(layer: Any, inputs: Array) -> tuple[Array, tuple[Any, Any], dict[
     return inputs, (each(layer.strides, rank), padding), options
 
 
-def masked(layer: Any, kernel: Array) -> Array:
+def masked(layer: Any, kernel: Any) -> Any:
     """Multiplies a kernel by the layer's mask, if it has one."""
     if getattr(layer, "mask", None) is None:
         return kernel
+    kernel = jnp.asarray(kernel)
     if layer.mask.shape != kernel.shape:
         raise ValueError(
             "Mask needs to have the same shape as weights. "
@@ -360,7 +406,10 @@ def embedded(layer: Any, table: Array, tokens: Array, out_sharding: Any = None) 
     if not promotes_as_flax(layer):
         return _look_up(table, tokens, out_sharding)
     numerics: Numerics = layer._numerics
-    y = _look_up(widen(table, numerics.reduction_dtype), tokens, out_sharding)
+    if isinstance(table, QuantizedArray):
+        y = products.rows(table, tokens)
+    else:
+        y = _look_up(widen(table, numerics.reduction_dtype), tokens, out_sharding)
     if numerics.result_dtype is not None:
         return cast_array(y, numerics.result_dtype)
     dtype = table.dtype if layer.dtype is None else jnp.dtype(layer.dtype)
@@ -405,6 +454,7 @@ def attended_loss(
     """
     scope = current_scope()
     policy = scope.policy
+    table = jnp.asarray(table)
     if policy is None or not promotes_as_flax(layer) or layer._numerics.result_dtype is None:
         query, table = promote(query, table)
         policy = None

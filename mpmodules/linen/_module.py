@@ -24,6 +24,7 @@ from mpmodules.linen._call import (
     call_traced,
     check_names,
     install_boundaries,
+    layer_param,
     outermost,
     wrapped_once,
 )
@@ -173,7 +174,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
             if classes.is_written_by_user(type(self), flax_nn.Module):
                 return own_param(self, *args, **kwargs)
             kwargs.pop("compute_dtype", None)  # the dtypes of a layer's are those of its fields
-            return super().param(*args, **kwargs)
+            return layer_param(self, *args, **kwargs)
 
         @flax_nn.nowrap
         def _validate_setup(self) -> None:

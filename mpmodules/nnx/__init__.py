@@ -53,6 +53,7 @@ from mpmodules.nnx._layers.recurrent import (
 )
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._port import apply_policy
+from mpmodules.nnx._quantized import QuantizedParam
 from mpmodules.nnx._summary import tabulate
 from mpmodules.nnx._training import grad, ModelAndOptimizer, Optimizer, value_and_grad
 

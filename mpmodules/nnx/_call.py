@@ -25,6 +25,7 @@ from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.scope import computes_in_half, current_scope, enter, multiplying
 from policy.programs import marks
+from policy.quantized.params import require_trainable
 
 # Methods that run as Flax runs them: their dtypes are the carry's and the cache's own.
 _NOT_BOUNDARIES = (
@@ -329,4 +330,5 @@ def store_in_param_dtype(module: Any, policy: Policy | None, arguments: Any) -> 
     shared = {id(node) for each in given for _, node in flax_nnx.iter_graph(each)}
     for name, param in own_params(module):
         if name not in type(module).keep_params and id(param) not in shared:
+            require_trainable(policy, (type(module).__name__, name), param.get_raw_value())
             param.set_raw_value(cast_floating(param.get_raw_value(), policy.param_dtype))

@@ -11,11 +11,13 @@ from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import MethodCall
 from mpmodules.layers.matmul_calls import Numerics, numerics_of
+from mpmodules.nnx._call import own_params
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._port import adopt_children
 from mpmodules.nnx._resolution import dtype_arguments, in_complex, viewed
 from policy.core.policy import Policy
 from policy.core.scope import Source
+from policy.quantized.params import require_trainable
 
 
 class BuiltWithDtypes(Module):
@@ -42,6 +44,9 @@ class BuiltWithDtypes(Module):
         effective, kwargs = dtype_arguments(self, upstream_init, policy, source, kwargs)
         upstream_init(self, *args, **self._policy_arguments(upstream_init, kwargs))
         self._capture(effective.policy, effective.source)
+        if effective.policy is not None and effective.policy.param_format is not None:
+            for name, param in own_params(self):
+                require_trainable(effective.policy, (type(self).__name__, name), param[...])
         if self._adopts_children:
             adopt_children(self, effective.policy)
 

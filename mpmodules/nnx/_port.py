@@ -22,6 +22,7 @@ from mpmodules.calls.classes import (
 from mpmodules.nnx._call import install_boundaries
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from mpmodules.nnx._module import Module
+from mpmodules.nnx._quantized import quantized_like
 from mpmodules.nnx._resolution import as_instance_of, carried, hold_policy, is_complex, of_rule
 from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
 from policy.core.arrays import cast_floating
@@ -124,7 +125,35 @@ def apply_policy(
     for module, effective in plan.values():
         held = cast(Policy, effective.policy)
         adopt(copy(module), module, held, effective.source, options)
+    stored: dict[int, Any] = {}  # what is shared stays shared
+    for path, module in paths.items():
+        policy = cast(Policy, plan[id(module)][1].policy)
+        if policy.param_format is not None:
+            store_quantized(copy(module), policy, path, stored)
     return ported
+
+
+def store_quantized(
+    module: Any, policy: Policy, path: tuple[str, ...], stored: dict[int, Any]
+) -> None:
+    """Stores the parameters that a module holds itself in the 8 or 4 bits of a policy.
+
+    Args:
+      module: the module.
+      policy: it has a `param_format`.
+      path: of the module.
+      stored: what variables were replaced by, by their identities; is added to.
+    """
+    for names, variable in children_of(module):
+        if not isinstance(variable, flax_nnx.Param):
+            continue
+        made = stored.get(id(variable)) or quantized_like(variable, policy, (*path, *names))
+        if made is None:
+            continue
+        stored[id(variable)] = made
+        held, replaced = getattr(module, names[0]), {id(variable): made}
+        after = jax.tree.map(lambda x, by=replaced: by.get(id(x), x), held, is_leaf=_is_child)
+        setattr(module, names[0], after)
 
 
 def effective_in_port(

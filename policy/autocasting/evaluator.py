@@ -30,6 +30,7 @@ from policy.programs.primitives import DOTS, FORWARD_ADDITIONS, READS_LOGITS, RE
 from policy.programs.rewriting.groups import Group, names_around
 from policy.programs.rewriting.interpreter import Interpreter, readers_of
 from policy.programs.rewriting.outlining import is_part
+from policy.quantized.array import QuantizedArray, layout_of
 
 AutocastHandler = Callable[["Evaluator", Any, Values], Values]
 
@@ -215,7 +216,7 @@ class Evaluator(Interpreter[CastValue]):
         Its readers get it in float32 and cast it, so that its cotangents are summed in float32, as
         those of params that are stored in float32.
         """
-        if value.yields and value.is_half:
+        if value.yields and value.is_half and value.codes is None:
             readers = self.readers.get(variable)
             if readers is not None and readers.total() > 1:
                 return CastValue(value.array, yields=True, is_shared=True)
@@ -223,6 +224,10 @@ class Evaluator(Interpreter[CastValue]):
 
     def _evaluated(self, equation: Equation, values: Values) -> Values:
         name, place = equation.primitive.name, self.place_of(equation)
+        if (layout := layout_of(equation)) is not None and not place.is_layer:
+            codes, scales = (value.array for value in values)
+            stored = QuantizedArray(codes, scales, layout).astype(place.compute)
+            return [CastValue(stored.widened(), yields=True, codes=stored)]
         if (mark := marks.mark_of(equation)) is not None:
             return [_handed_on(mark, values[0], place)]
         if place.is_layer and not is_part(equation):

@@ -15,6 +15,8 @@ from policy.autocasting.values import CastValue, Values, as_traced, bound, bound
 from policy.core.dtypes import canonical_precision
 from policy.eight_bits import scaled_convolution, scaled_matmul
 from policy.programs.jaxprs import Equation
+from policy.quantized import products
+from policy.quantized.array import QuantizedArray
 
 
 def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Values]:
@@ -30,6 +32,9 @@ def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Val
         params["preferred_element_type"] = dtype
     if precision is None and place.precision is not None:
         params["precision"] = canonical_precision(place.precision)
+    stored = [side for side, value in enumerate(values) if codes_of(value) is not None]
+    if len(stored) == 1 and place.matmul is None and equation.primitive.name == "dot_general":
+        return str(dtype), [_of_codes(params, values, stored[0], dtype)]
     arrays = [value.as_dtype(dtype) if value.is_float else value.array for value in values]
     weights = [side for side, value in enumerate(values) if value.yields]
     by = place.matmul if len(weights) == 1 else None
@@ -37,6 +42,42 @@ def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Val
         product = _scaled(equation, arrays, by, weights[0], dtype)
         return str(by.operands), [CastValue(cast(product, dtype))]
     return str(dtype), bound(equation, arrays, params)
+
+
+def codes_of(value: CastValue) -> QuantizedArray | None:
+    """Returns the codes that a value was widened from, and perhaps transposed."""
+    return value.codes if value.transposed is None else value.transposed[0].codes
+
+
+def _of_codes(params: dict[str, Any], values: Values, side: int, dtype: np.dtype) -> CastValue:
+    """Multiplies by a parameter that is stored in 8 or 4 bits, widened a tile at a time.
+
+    Args:
+      params: of a `dot_general`.
+      values: its operands.
+      side: the one that is stored so.
+      dtype: of the operands and of the result.
+    """
+    contracted, batch = (list(map(tuple, pair)) for pair in params.pop("dimension_numbers"))
+    transposed, free = values[side].transposed, ()
+    if transposed is not None:  # the axes of what was transposed
+        of = transposed[1]
+        taken = {*contracted[side], *batch[side]}
+        free = tuple(i for i in range(len(of)) if i not in taken)
+        contracted[side], batch[side] = (
+            tuple(of[i] for i in pair[side]) for pair in (contracted, batch)
+        )
+    operands: list[Any] = [value.as_dtype(dtype) for value in values]
+    operands[side] = codes_of(values[side])
+    product = products.dot_general(*operands, (contracted, batch), **params)
+    if transposed is not None:
+        # The other operand's own axes and the batch stand where they stood.
+        found = [transposed[1][i] for i in free]
+        start = product.ndim - len(free) if side else len(batch[0])
+        order = [start + sorted(found).index(i) for i in found]
+        axes = [*range(start), *order, *range(start + len(free), product.ndim)]
+        product = jnp.transpose(product, axes)
+    return CastValue(product)
 
 
 def _is_outer_product(equation: Equation, values: Values) -> bool:

@@ -28,6 +28,7 @@ from policy.autocasting.values import CastValue, Evaluated, Values, bound, bound
 from policy.programs import primitives
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype
 from policy.programs.jaxprs import Equation, bind, programs_of, runs_any, subprograms
+from policy.quantized import products
 
 _CHOOSES = primitives.EXACT - primitives.COMPARISONS
 
@@ -204,6 +205,8 @@ class CastOperation:
         value, place = self.values[0], self.place
         is_param = value.yields and value.constant is None
         if self.name == "gather" and is_param and value.array.ndim and self.narrows:
+            if value.codes is not None and (rows := _rows(self.equation, self.values)) is not None:
+                return "looked up, then cast", [CastValue(cast(rows, place.compute))]
             (rows,) = bind(self.equation, [value.array for value in self.values])
             return "looked up, then cast", [CastValue(cast(rows, place.compute))]
         outputs = self._bound([value.array for value in self.values])
@@ -263,6 +266,24 @@ class CastOperation:
             return bound(self.equation, arrays)
         except (TypeError, NotImplementedError):  # the primitive takes no half precision
             return self._traced()
+
+
+def _rows(equation: Equation, values: Values) -> Any:
+    """Returns rows of a table that is stored in 8 or 4 bits; None of another kind of lookup."""
+    table, numbers = values[0].codes, equation.params["dimension_numbers"]
+    index, rank = values[1].array, equation.outvars[0].aval.ndim
+    assert table is not None
+    is_of_rows = numbers.start_index_map == numbers.collapsed_slice_dims == (0,)
+    is_whole = tuple(equation.params["slice_sizes"][1:]) == table.shape[1:]
+    places = tuple(range(rank - table.ndim + 1, rank))
+    if not (is_of_rows and is_whole and tuple(numbers.offset_dims) == places):
+        return None
+    if numbers.operand_batching_dims or index.ndim != rank - table.ndim + 2:
+        return None
+    tokens = index[..., 0]
+    if equation.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
+        tokens = jnp.clip(tokens, 0, table.shape[0] - 1)
+    return products.rows(table, tokens)
 
 
 def opaque_kind(equation: Equation) -> str:

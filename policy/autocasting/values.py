@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype
 from policy.programs.jaxprs import Equation, bind
 from policy.programs.marks import AUTOCAST
+from policy.quantized.array import QuantizedArray
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -41,6 +42,7 @@ class CastValue:
       widened: the same array in float32, once an operation has requested it.
       transposed: the value that this one is a transposition of, and its axes.
       is_shared: whether it is a half-precision param that several operations read, in float32.
+      codes: what it was widened from, of a parameter that is stored in 8 or 4 bits.
     """
 
     array: Any
@@ -53,6 +55,7 @@ class CastValue:
     weak: bool = False
     is_table: bool = False
     is_shared: bool = False
+    codes: QuantizedArray | None = None
 
     @property
     def dtype(self) -> Any:
@@ -102,7 +105,9 @@ class CastValue:
 
     def with_array(self, array: Any) -> CastValue:
         """Returns a value with the same facts about another array."""
-        return dataclasses.replace(self, array=array, narrowed=None, widened=None, transposed=None)
+        return dataclasses.replace(
+            self, array=array, narrowed=None, widened=None, transposed=None, codes=None
+        )
 
 
 Values = list[CastValue]

@@ -98,7 +98,16 @@ def cast_floating(
       ValueError: `dtype` is float64 while x64 is disabled.
     """
     cast = functools.partial(cast_array, dtype=require_available(dtype), complex_too=complex_too)
-    return jax.tree.map(cast, tree, is_leaf=is_leaf)
+
+    def stops(node: Any) -> bool:
+        return is_quantized(node) or (is_leaf is not None and is_leaf(node))
+
+    return jax.tree.map(cast, tree, is_leaf=stops)
+
+
+def is_quantized(x: Any) -> bool:
+    """Returns whether `x` is a `policy.QuantizedArray`: frozen codes, which no cast changes."""
+    return getattr(type(x), "is_quantized", False) is True
 
 
 # --------------------------------------------------------------------------------------------------

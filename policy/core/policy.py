@@ -24,6 +24,7 @@ from policy.core.dtypes import (
     precision_named,
     scaled_matmul_of,
 )
+from policy.core.param_formats import ParamFormat, format_of
 
 T = TypeVar("T")
 
@@ -91,7 +92,11 @@ class Policy:
     'p=f32,c=bf16,o=bf16'
 
     Attributes:
-      param_dtype: the dtype that parameters are created and stored in.
+      param_dtype: the dtype that parameters are created and stored in. A format in 8 or 4 bits, such
+        as "int8", "float8", "int4:32" or "nf4", is for frozen ones: it is stored as `param_format`,
+        and parameters that are not quantised are float32.
+      param_format: the 8- or 4-bit format that `policy.quantize_params` stores parameters in, or
+        None.
       compute_dtype: the dtype of matmuls, convolutions and activations.
       output_dtype: the dtype that a module returns to callers outside the policy. "caller" stands
         for the compute_dtype of the calling code. It is stored as `compute_dtype`, which is used at
@@ -128,10 +133,11 @@ class Policy:
     precision: str | None
     cache_dtype: np.dtype | None
     follows_caller: bool = dataclasses.field(init=False)
+    param_format: ParamFormat | None = dataclasses.field(init=False)
 
     def __init__(
         self,
-        param_dtype: DTypeLike,
+        param_dtype: DTypeLike | ParamFormat,
         compute_dtype: DTypeLike,
         output_dtype: DTypeLike,
         *,
@@ -159,8 +165,11 @@ class Policy:
         follows_caller = isinstance(output_dtype, str) and output_dtype == CALLER
         output = compute if follows_caller else output_dtype
         wide = _default_reduction_dtype(compute) if reduction_dtype is None else reduction_dtype
+        param_format = format_of(param_dtype)
+        stored: Any = param_dtype if param_format is None else jnp.float32
         fields = {
-            "param_dtype": _floating_dtype("param_dtype", param_dtype),
+            "param_dtype": _floating_dtype("param_dtype", stored),
+            "param_format": param_format,
             "compute_dtype": compute,
             "output_dtype": _floating_dtype("output_dtype", output),
             "follows_caller": follows_caller,
@@ -185,6 +194,7 @@ class Policy:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if fields.pop("follows_caller"):
             fields["output_dtype"] = CALLER
+        fields["param_dtype"] = fields.pop("param_format") or self.param_dtype
         if self.reduction_dtype == _default_reduction_dtype(self.compute_dtype):
             fields["reduction_dtype"] = None
         unknown = sorted(set(changes) - set(fields))
@@ -206,7 +216,15 @@ class Policy:
         """Casts the floating arrays of a tree to `param_dtype`.
 
         Other leaves are returned unchanged.
+
+        Raises:
+          ValueError: the policy stores parameters in 8 or 4 bits: see `policy.quantize_params`.
         """
+        if self.param_format is not None:
+            raise ValueError(
+                f"'{self}' stores parameters in {self.param_format.text}, which is no cast: use "
+                "policy.quantize_params(params, policy)."
+            )
         return cast_floating(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: T) -> T:
@@ -224,8 +242,9 @@ class Policy:
         return cast_floating(tree, self.output_dtype)
 
     def __str__(self) -> str:
+        quantized = self.param_format
         parts = [
-            f"params={self.param_dtype.name}",
+            f"params={self.param_dtype.name if quantized is None else quantized.text}",
             f"compute={self.compute_dtype.name}",
             f"output={CALLER if self.follows_caller else self.output_dtype.name}",
         ]
@@ -342,11 +361,14 @@ def _parse_fields(text: str) -> dict[str, Any]:
                 known = "it should be 'keep' or 'cast'"
                 raise ValueError(f"Unknown value '{value}' for inputs in '{text}': {known}.")
             fields[field] = value == "cast"
+        elif field == "param_dtype" and format_of(value) is not None:
+            fields[field] = format_of(value)
         elif field in ("matmul", "precision", "cache_dtype") or value == CALLER:
             fields[field] = value
         else:
             fields[field] = parse_dtype(value)
     fields.setdefault("param_dtype", jnp.dtype(jnp.float32))
-    fields.setdefault("compute_dtype", fields["param_dtype"])
+    is_format = isinstance(fields["param_dtype"], ParamFormat)
+    fields.setdefault("compute_dtype", jnp.bfloat16 if is_format else fields["param_dtype"])
     fields.setdefault("output_dtype", fields["compute_dtype"])
     return fields

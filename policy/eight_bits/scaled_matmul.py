@@ -21,10 +21,8 @@ from policy.eight_bits.quantisation import (
     quantise_for,
     warn_if_emulated,
 )
+from policy.functions.einsums import DimensionNumbers, dot_of_einsum
 from policy.programs.dtypes import explicit_sharding
-
-DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
-"""As of `jax.lax.dot_general`: contracted axes of both operands, and batch axes of both."""
 
 _Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -190,44 +188,8 @@ def scaled_einsum(
       by: the dtypes and scales.
       dtype: of the result.
     """
-    names = _names(subscripts, lhs.ndim, rhs.ndim)
-    if names is None:
+    found = dot_of_einsum(subscripts, lhs.ndim, rhs.ndim)
+    if found is None:
         return None
-    left, right, out = names
-    shared = [name for name in left if name in right]
-    is_matmul = all(len(set(part)) == len(part) for part in names) and all(
-        name in out for name in (*left, *right) if name not in shared
-    )
-    if not is_matmul or not set(out) <= {*left, *right}:
-        return None
-    summed, kept = ([n for n in shared if (n in out) == is_kept] for is_kept in (False, True))
-    numbers = (
-        ([*map(left.index, summed)], [*map(right.index, summed)]),
-        ([*map(left.index, kept)], [*map(right.index, kept)]),
-    )
-    found = [*kept, *(name for name in (*left, *right) if name not in shared)]
-    product = scaled_dot_general(lhs, rhs, numbers, by, dtype=dtype)
-    return jnp.transpose(product, [found.index(name) for name in out])
-
-
-def _names(subscripts: str, *ndims: int) -> tuple[list[str], list[str], list[str]] | None:
-    """Returns the names of the axes of both operands and of the result.
-
-    The axes of an ellipsis are named by their numbers from the end.
-    """
-    inputs, arrow, output = subscripts.replace(" ", "").partition("->")
-    operands = inputs.split(",")
-    if not arrow or len(operands) != 2:
-        return None
-
-    def named(part: str, count: int) -> list[str]:
-        before, ellipsis, after = part.partition("...")
-        inside = [str(i) for i in range(count, 0, -1)] if ellipsis else []
-        return [*before, *inside, *after]
-
-    counts = [
-        ndim - len(part.replace("...", "")) if "..." in part else 0
-        for part, ndim in zip(operands, ndims, strict=True)
-    ]
-    left, right = map(named, operands, counts)
-    return left, right, named(output, max(counts))
+    numbers, axes = found
+    return jnp.transpose(scaled_dot_general(lhs, rhs, numbers, by, dtype=dtype), axes)

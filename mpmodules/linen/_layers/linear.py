@@ -54,7 +54,8 @@ class Matmul(Layer):
     ) -> Product:
         """Promotes the operands of a call; see `Product`."""
         layer: Any = self
-        promoted = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
+        promote = functools.partial(layer.promote_dtype, dtype=layer.dtype)
+        promoted = matmul_calls.promoted(layer, promote, inputs, kernel, bias)
         return Product(self, promoted, bias, operation, hook, **options)
 
 
@@ -299,8 +300,9 @@ class Embed(Layer, flax_nn.Embed):
         """Returns the inner products of a query (..., features) with each embedding: (...,
         num_embeddings).
         """
-        promoted: Any = self.promote_dtype(query, self.embedding, dtype=self.dtype)
-        product = Product(self, (*promoted, None), None, matmul_calls.inner_products)
+        promote = functools.partial(self.promote_dtype, dtype=self.dtype)
+        promoted = matmul_calls.promoted(self, promote, query, self.embedding, None)
+        product = Product(self, promoted, None, matmul_calls.inner_products)
         return product.multiply()
 
     def attend_cross_entropy(

@@ -16,6 +16,7 @@ from mpmodules.calls.boundary import MethodCall
 from mpmodules.layers import matmul_calls
 from mpmodules.layers.matmul_calls import Numerics, Product
 from mpmodules.nnx._layer import Layer
+from mpmodules.nnx._quantized import as_stored
 from mpmodules.nnx._resolution import as_instance_of, viewed
 from policy.core.arrays import cast_array
 from policy.core.policy import Policy
@@ -37,10 +38,15 @@ class Matmul(Layer):
     def _product(self, operation: Callable[..., jax.Array], inputs: jax.Array) -> Product:
         """Promotes the operands of a call; see `Product`."""
         layer: Any = self
-        kernel = matmul_calls.masked(layer, layer.kernel[...])
+        kernel = matmul_calls.masked(layer, as_stored(layer.kernel))
         bias = None if layer.bias is None else layer.bias[...]
-        promoted = layer.promote_dtype((inputs, kernel, bias), dtype=layer.dtype)
+        promoted = matmul_calls.promoted(layer, _promoting(layer), inputs, kernel, bias)
         return Product(self, promoted, bias, operation, self._hook)
+
+
+def _promoting(layer: Any) -> Callable[..., Any]:
+    """Returns a layer's `promote_dtype` as a function of the operands."""
+    return lambda *operands: layer.promote_dtype(operands, dtype=layer.dtype)
 
 
 class Linear(Matmul, flax_nnx.Linear):
@@ -184,7 +190,7 @@ class Embed(Layer, flax_nnx.Embed):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Looks up integers of any shape: (..., features)."""
-        table = self.embedding[...]
+        table = as_stored(self.embedding)
         if not matmul_calls.promotes_as_flax(self):
             (table,) = self.promote_dtype((table,), dtype=self.dtype, inexact=False)
         return matmul_calls.embedded(self, table, inputs, out_sharding)
@@ -193,8 +199,9 @@ class Embed(Layer, flax_nnx.Embed):
         """Returns the inner products of a query (..., features) with each embedding: (...,
         num_embeddings).
         """
-        promoted = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
-        product = Product(self, (*promoted, None), None, matmul_calls.inner_products)
+        table = as_stored(self.embedding)
+        promoted = matmul_calls.promoted(self, _promoting(self), query, table, None)
+        product = Product(self, promoted, None, matmul_calls.inner_products)
         return product.multiply(out_sharding=out_sharding)
 
     def attend_cross_entropy(
@@ -208,12 +215,8 @@ class Embed(Layer, flax_nnx.Embed):
           **options: of `policy.losses.linear_softmax_cross_entropy`, which computes it, but for
             `axis`.
         """
-
-        def promoted(*operands: jax.Array) -> Any:
-            return self.promote_dtype(operands, dtype=self.dtype)
-
         table = self.embedding[...]
-        return matmul_calls.attended_loss(self, promoted, query, table, labels, options)
+        return matmul_calls.attended_loss(self, _promoting(self), query, table, labels, options)
 
 
 class LoRA(Layer, flax_nnx.LoRA):

@@ -1,0 +1,58 @@
+"""Parameters of nnx modules that are stored in 8 or 4 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx as flax_nnx
+
+from policy.core.arrays import is_quantized
+from policy.core.policy import Policy
+from policy.quantized.array import QuantizedArray
+from policy.quantized.params import axis_of, quantised_param
+
+
+class QuantizedParam(flax_nnx.Variable[Any]):
+    """A frozen parameter, stored as a `policy.QuantizedArray`.
+
+    It is no `nnx.Param`: gradients, optimizers and filters of `nnx.Param` leave it alone. Read as a
+    variable, it is the array that it was quantised from, widened.
+
+    Example:
+      >>> layer = flax.nnx.Linear(64, 8, rngs=flax.nnx.Rngs(0))
+      >>> layer = nnx.apply_policy(layer, "params=int8,compute=bfloat16")
+      >>> layer.kernel[...].dtype, layer.kernel.get_raw_value().codes.dtype
+      (dtype('float32'), dtype('int8'))
+    """
+
+    def get_value(self, **options: Any) -> Any:
+        """Returns the array, or an index of it; arguments as in `flax.nnx.Variable.get_value`."""
+        stored = self.get_raw_value()
+        if not isinstance(stored, QuantizedArray):
+            return super().get_value(**options)
+        widened, index = stored.widened(), options.get("index", ...)
+        return widened if index is ... else widened[index]
+
+
+def as_stored(variable: Any) -> Any:
+    """Returns the value of a parameter, as codes where it is stored so."""
+    raw = variable.get_raw_value() if isinstance(variable, QuantizedParam) else None
+    return raw if isinstance(raw, QuantizedArray) else variable[...]
+
+
+def quantized_like(param: Any, policy: Policy, names: tuple[str, ...]) -> Any:
+    """Returns a parameter as a policy's codes; None of one that stays as it is.
+
+    Args:
+      param: a variable.
+      policy: it has a `param_format`.
+      names: of the attributes that lead to it.
+    """
+    held, array = policy.param_format, param.get_value()
+    if held is None or isinstance(param, flax_nnx.LoRAParam) or is_quantized(array):
+        return None
+    axis = axis_of(names, tuple(array.shape), held)
+    if axis is None:
+        return None
+    made = quantised_param(array, held, axis, "/".join(names))
+    return QuantizedParam(made, **param.get_metadata())

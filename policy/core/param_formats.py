@@ -1,0 +1,101 @@
+"""Formats of parameters stored in 8 and 4 bits: codes, and a scale for each block of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+# Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (arXiv:2305.14314), appendix E:
+# quantiles of a normal distribution, between -1 and 1, with an exact zero.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """Codes of one name.
+
+    Attributes:
+      dtype: that they are stored in; two of 4 bits take one byte.
+      largest: the number that the largest magnitude of a block is scaled to.
+      table: the numbers that the codes stand for; None of codes that are numbers themselves.
+      block: the default number of codes with one scale, or None for all along the axis.
+    """
+
+    dtype: Any
+    largest: float
+    table: tuple[float, ...] | None = None
+    block: int | None = None
+
+
+KINDS = {
+    "int8": _Kind(jnp.int8, 127),
+    "float8": _Kind(jnp.float8_e4m3fn, 448),
+    "int4": _Kind(jnp.int4, 7, block=32),
+    "nf4": _Kind(jnp.uint4, 1, table=NF4, block=64),
+}
+_OF_DTYPE = {jnp.dtype(kind.dtype): name for name, kind in KINDS.items() if kind.table is None}
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamFormat:
+    """How the parameters of a policy are stored in 8 or 4 bits.
+
+    >>> from policy.core.param_formats import format_of
+    >>> format_of("int4:32").bytes_per_param
+    0.5625
+
+    Attributes:
+      name: ``int8``, ``float8`` (e4m3fn), ``int4``, or ``nf4`` (16 quantiles of a normal
+        distribution).
+      block: the number of consecutive codes along the contracted axis that share a scale; None for
+        one scale along the whole axis.
+    """
+
+    name: str
+    block: int | None = None
+
+    @property
+    def text(self) -> str:
+        """The text form, as in ``params=int4:32``."""
+        return self.name if self.block is None else f"{self.name}:{self.block}"
+
+    @property
+    def bytes_per_param(self) -> float:
+        """Bytes of a parameter and its part of a bfloat16 scale, where blocks have a size."""
+        code = 1.0 if KINDS[self.name].dtype in (jnp.int8, jnp.float8_e4m3fn) else 0.5
+        return code if self.block is None else code + 2 / self.block
+
+
+def format_of(value: Any) -> ParamFormat | None:
+    """Returns the format of a text such as ``int4:32`` or of an 8-bit dtype; None of other values.
+
+    Raises:
+      ValueError: the size of a block is not a positive even number.
+    """
+    if isinstance(value, ParamFormat):
+        return value
+    if not isinstance(value, str):
+        try:
+            name = _OF_DTYPE.get(None if value is None else jnp.dtype(value))
+        except TypeError:
+            return None
+        return None if name is None else ParamFormat(name, KINDS[name].block)
+    name, colon, block = value.partition(":")
+    name = {"i8": "int8", "f8": "float8", "i4": "int4"}.get(name, name)
+    if name not in KINDS:
+        return None
+    if not colon:
+        return ParamFormat(name, KINDS[name].block)
+    if not block.isdigit() or int(block) < 2 or int(block) % 2:
+        raise ValueError(
+            f"params={value}: the size of a block should be a positive even number, as in "
+            f"{name}:32, but got {block!r}."
+        )
+    return ParamFormat(name, int(block))

@@ -1,0 +1,1 @@
+"""Parameters stored in 8 and 4 bits."""

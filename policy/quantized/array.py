@@ -1,0 +1,264 @@
+"""Arrays stored as codes and scales."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from policy.core.param_formats import KINDS, ParamFormat, format_of
+from policy.programs.jaxprs import Equation
+from policy.programs.marks import REGION
+from policy.quantized.codes import numbers, quantised
+
+_WIDENED = f"{REGION}widened_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How codes and scales make up an array of shape (leading..., n, trailing...).
+
+    In blocks, codes are (leading..., n / block, block, trailing), all trailing axes in one, which
+    XLA widens inside of a matmul; otherwise they have the array's shape. Scales are codes without
+    the axis of the codes that share one. More leading axes may be added and taken away, as `vmap`
+    and `scan` do.
+
+    Attributes:
+      name: that of the codes.
+      is_blocked: whether the axis is divided into blocks.
+      trailing: the sizes of the axes after the quantised one.
+      dtype: the floating dtype that the array is read in.
+    """
+
+    name: str
+    is_blocked: bool
+    trailing: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def axis(self) -> int:
+        """The quantised axis of the array, counted from its end."""
+        return -len(self.trailing) - 1
+
+    @property
+    def shared(self) -> int:
+        """The axis of the codes that share a scale, counted from their end."""
+        return (-2 if self.trailing else -1) if self.is_blocked else self.axis
+
+    def shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the array whose codes have the given one."""
+        if not self.is_blocked:
+            return tuple(codes)
+        count = 3 if self.trailing else 2
+        blocks, size = codes[len(codes) - count :][:2]
+        return (*codes[: len(codes) - count], blocks * size, *self.trailing)
+
+    def numbers(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
+        """Returns the array in the shape of its codes: each number is rounded once."""
+        scale = jnp.expand_dims(scales.astype(jnp.float32), self.shared)
+        return (numbers(codes, self.name) * scale).astype(self.dtype)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedArray:
+    """An array stored in 8 or 4 bits: integers or small floats, and a scale for each block of them.
+
+    It stands in a tree of parameters for the array that it was made from, and converts to that
+    wherever JAX wants an array; `jnp.asarray` widens it. In layers of `mpmodules`, in code that a
+    policy or `autocast` evaluates, matmuls widen it a tile at a time. It is frozen: it has no
+    gradient.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import policy
+    >>> kernel = jax.random.normal(jax.random.key(0), (64, 16))
+    >>> stored = policy.QuantizedArray.of(kernel, "int4:32")
+    >>> stored.shape, stored.codes.shape, stored.codes.dtype, stored.nbytes
+    ((64, 16), (2, 32, 16), dtype(int4), 576)
+
+    Attributes:
+      codes: int8, float8_e4m3fn, int4 or uint4; a compiled program holds two of 4 bits in a byte.
+      scales: floating.
+      layout: how both make up the array.
+    """
+
+    codes: Any
+    scales: Any
+    layout: Layout
+
+    is_quantized = True
+
+    @classmethod
+    def of(
+        cls,
+        array: Any,
+        format: ParamFormat | str,
+        *,
+        axis: int = -2,
+        scale_dtype: DTypeLike = jnp.bfloat16,
+    ) -> QuantizedArray:
+        """Quantises an array.
+
+        Args:
+          array: floating.
+          format: such as ``int8``, ``int4:32`` or ``nf4``.
+          axis: the one along which codes share scales: the contracted axis of a matmul's kernel.
+          scale_dtype: the dtype of the scales.
+
+        Raises:
+          ValueError: the axis is no multiple of the block, or the format is unknown.
+        """
+        held, axis = _required(format), axis % array.ndim - array.ndim
+        size, trailing = array.shape[axis], tuple(array.shape[array.ndim + axis + 1 :])
+        if held.block is not None and size % held.block:
+            raise ValueError(
+                f"{held.text}: axis {axis} of an array of shape {tuple(array.shape)} is no "
+                f"multiple of {held.block}. Take another size of blocks, or exclude the array by a "
+                "rule."
+            )
+        layout = Layout(held.name, held.block is not None, trailing, jnp.dtype(array.dtype))
+        if held.block is not None:
+            leading = array.shape[: array.ndim + axis]
+            merged = (math.prod(trailing),) if trailing else ()
+            array = jnp.reshape(array, (*leading, size // held.block, held.block, *merged))
+        codes, scales = _quantised(array, held.name, layout.shared, jnp.dtype(scale_dtype))
+        return cls(codes, scales, layout)
+
+    def tree_flatten_with_keys(self) -> Any:
+        keys = map(jax.tree_util.GetAttrKey, ("codes", "scales"))
+        return tuple(zip(keys, (self.codes, self.scales), strict=True)), self.layout
+
+    @classmethod
+    def tree_unflatten(cls, layout: Layout, children: Any) -> QuantizedArray:
+        return cls(*children, layout)
+
+    # As an array --------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape(self.unbox_parts().codes.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.layout.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of codes and scales in a compiled program."""
+        parts = self.unbox_parts()
+        bits = 4 if KINDS[self.layout.name].dtype in (jnp.int4, jnp.uint4) else 8
+        scales = math.prod(parts.scales.shape) * jnp.dtype(parts.scales.dtype).itemsize
+        return math.prod(parts.codes.shape) * bits // 8 + scales
+
+    @property
+    def format(self) -> ParamFormat:
+        """The format that it is stored in."""
+        block = self.unbox_parts().codes.shape[self.layout.shared]
+        return ParamFormat(self.layout.name, block if self.layout.is_blocked else None)
+
+    def astype(self, dtype: DTypeLike) -> QuantizedArray:
+        """Returns the same codes and scales, to be read in another floating dtype."""
+        layout = dataclasses.replace(self.layout, dtype=jnp.dtype(dtype))
+        return dataclasses.replace(self, layout=layout)
+
+    def widened(self) -> jax.Array:
+        """Returns the array, in its dtype."""
+        parts = self.unbox_parts()
+        return _widening(self.layout)(parts.codes, lax.stop_gradient(parts.scales))
+
+    def __jax_array__(self) -> jax.Array:
+        return self.widened()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.widened(), dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self if index is ... else self.widened()[index]
+
+    def __repr__(self) -> str:
+        codes = self.unbox_parts().codes
+        if not hasattr(codes, "shape"):
+            return f"QuantizedArray({self.layout.name})"
+        return f"QuantizedArray('{self.format.text}', {self.shape}, {self.dtype})"
+
+    # As a box of Flax's ---------------------------------------------------------------------------
+
+    def unbox(self) -> jax.Array:
+        return self.widened()
+
+    def unbox_parts(self) -> QuantizedArray:
+        """Returns it with codes and scales out of the boxes that name their axes, if they are in
+        some.
+        """
+        if not hasattr(self.codes, "unbox"):
+            return self
+        return QuantizedArray(self.codes.unbox(), self.scales.unbox(), self.layout)
+
+    def replace_boxed(self, value: Any) -> Any:
+        return value
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> QuantizedArray:
+        return self._with_boxes("add_axis", index, params)
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> QuantizedArray:
+        return self._with_boxes("remove_axis", index, params)
+
+    def _with_boxes(self, method: str, index: int, params: dict[Any, Any]) -> QuantizedArray:
+        if index != 0:
+            raise ValueError(
+                f"A quantized parameter of shape {self.shape} is mapped over axis {index}, but its "
+                "codes can be stacked along axis 0 only: use variable_axes={'params': 0}."
+            )
+        if not hasattr(self.codes, method):
+            return self
+        parts = (getattr(x, method)(index, params) for x in (self.codes, self.scales))
+        return QuantizedArray(*parts, self.layout)
+
+
+def _required(value: ParamFormat | str) -> ParamFormat:
+    held = format_of(value)
+    if held is None:
+        raise ValueError(
+            f"Unknown format {value!r}: it should be one of {', '.join(KINDS)}, with the size of a "
+            "block after a colon, as in int4:32."
+        )
+    return held
+
+
+_quantised = jax.jit(quantised, static_argnums=(1, 2, 3))
+
+
+@functools.cache
+def _widening(layout: Layout) -> Any:
+    """Returns a function of codes and scales, whose name in a program tells the layout."""
+
+    def widened(codes: jax.Array, scales: jax.Array) -> jax.Array:
+        return layout.numbers(codes, scales).reshape(layout.shape(codes.shape))
+
+    widened.__name__ = f"{_WIDENED}{len(_layouts)}"
+    _layouts[widened.__name__] = layout
+    return jax.jit(widened)
+
+
+_layouts: dict[str, Layout] = {}
+
+
+def layout_of(equation: Equation) -> Layout | None:
+    """Returns the layout of the codes that an equation widens, or None of other equations."""
+    name = equation.params.get("name") if _layouts else None
+    return _layouts.get(name) if isinstance(name, str) else None

@@ -1,0 +1,267 @@
+"""Trees of parameters stored in 8 and 4 bits: conversion, and division into frozen and trainable
+ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policy.core.arrays import is_floating, is_quantized, nnx_files, path_name
+from policy.core.param_formats import ParamFormat
+from policy.core.policy import Policy, get_policy
+from policy.core.rules import PolicyRules, RulesLike, as_rules
+from policy.programs.paths import joined
+from policy.quantized.array import QuantizedArray
+
+NOT_QUANTISED = ("bias", "scale", "mean", "var", "lora_a", "lora_b", "alpha")
+"""Names of parameters that stay as they are: no matmul contracts them, or they are adapters."""
+
+_OF_ATTENTION = ("query", "key", "value")
+
+
+_SHORTEST = 16  # fewer numbers than that would not pay for a scale
+
+
+def axis_of(
+    names: tuple[str, ...],
+    shape: tuple[int, ...],
+    format: ParamFormat,
+) -> int | None:
+    """Returns the axis of a parameter along which codes are to share scales, or None of one that
+    stays as it is, such as one that is shorter there than a block.
+
+    It is the last but one, which a matmul contracts; of the kernels (in, heads, features) of an
+    attention's queries, keys and values the third from last; of a table of embeddings without
+    blocks the last, so that each row has a scale.
+
+    Args:
+      names: of the modules that lead to it, and its own.
+      shape: of the parameter.
+      format: that it is to have.
+    """
+    if len(shape) < 2 or names[-1] in NOT_QUANTISED:
+        return None
+    axis = -2
+    if names[-1] == "embedding":
+        axis = -1 if format.block is None else -2
+    elif len(shape) > 2 and len(names) > 1 and names[-2] in _OF_ATTENTION:
+        axis = -3
+    return None if shape[axis] < (format.block or _SHORTEST) else axis
+
+
+def quantize_params(
+    variables: Any,
+    policy: Policy | str,
+    rules: RulesLike | None = None,
+    *,
+    axis: Callable[[str, tuple[int, ...]], int | None] | None = None,
+) -> Any:
+    """Stores parameters in the 8 or 4 bits of a policy, such as ``params=int4:32``.
+
+    Floating parameters of at least two axes are quantised, but for biases, scales of normalisations,
+    adapters (`lora_a`, `lora_b`) and parameters shorter than a block. Blocks lie along the axis that a matmul contracts: see
+    `policy.quantized.params.axis_of`. Boxes that name axes, as of `flax.linen.Partitioned`, hold
+    the codes and the scales afterwards.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import policy
+    >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.zeros(8)}}
+    >>> stored = policy.quantize_params(params, "params=int8,compute=bfloat16")
+    >>> stored["dense"]["kernel"]
+    QuantizedArray('int8', (64, 8), float32)
+    >>> stored["dense"]["bias"].dtype
+    dtype('float32')
+
+    Args:
+      variables: the variables of a linen model, with or without their collections, or any tree of
+        parameters. Arrays may be `jax.ShapeDtypeStruct`.
+      policy: a Policy or its text form.
+      rules: `PolicyRules` or an argument for them, by the paths of modules. Parameters under a
+        policy of 16 bits or more stay as they are.
+      axis: returns the axis along which the codes of a parameter share scales, or None of one that
+        stays as it is, given its path and its shape.
+
+    Returns:
+      The tree with a `QuantizedArray` for each parameter that is quantised. Quantised ones stay as
+      they are.
+
+    Raises:
+      ValueError: a parameter has no whole number of blocks, or numbers that are not finite; a rule
+        matches nothing; or neither policy nor rules have an 8- or 4-bit format.
+      TypeError: an nnx model is given.
+    """
+    if nnx_files(variables):
+        raise TypeError(
+            "quantize_params takes a tree of parameters: mpmodules.nnx.apply_policy(model, policy) "
+            "returns an nnx model with quantized parameters."
+        )
+    held, found = get_policy(policy), as_rules(rules) or PolicyRules()
+    if all(each.param_format is None for each in (held, *(one for _, one in found))):
+        raise ValueError(
+            f"'{held}' stores parameters in {held.param_dtype}: quantize_params needs a policy or a "
+            "rule with params=int8, float8, int4 or nf4."
+        )
+    of_params = "params" in variables if isinstance(variables, Mapping) else False
+    tree = variables["params"] if of_params else variables
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_whole)
+    places = [tuple(path_name(path).split("/")) for path, _ in leaves]
+    found.check({joined(names[:n]) for names in places for n in range(len(names))})
+    stored = [
+        _stored(leaf, names, _policy_at(names, held, found), axis)
+        for names, (_, leaf) in zip(places, leaves, strict=True)
+    ]
+    tree = treedef.unflatten(stored)
+    return {**variables, "params": tree} if of_params else tree
+
+
+def _policy_at(names: tuple[str, ...], held: Policy, rules: PolicyRules) -> Policy:
+    """Returns the policy of a parameter: that of the innermost module that a rule matches."""
+    for n in range(len(names) - 1, -1, -1):
+        rule = rules.rule_at(names[:n])
+        if rule is not None:
+            return rule[1]
+    return held
+
+
+def _stored(leaf: Any, names: tuple[str, ...], policy: Policy, axis: Any) -> Any:
+    boxed = hasattr(leaf, "unbox") and not is_quantized(leaf)
+    array = leaf.value if boxed else leaf
+    if policy.param_format is None or not is_floating(array):
+        return leaf
+    if axis is None:
+        along = axis_of(names, tuple(array.shape), policy.param_format)
+    else:
+        along = axis(joined(names), tuple(array.shape))
+    if along is None:
+        return leaf
+    made = quantised_param(array, policy.param_format, along, joined(names))
+    return _in_boxes(leaf, made, array.ndim) if boxed else made
+
+
+def require_trainable(policy: Policy | None, names: tuple[str, ...], made: Any) -> None:
+    """Raises ValueError for a parameter just made, which a policy would store in 8 or 4 bits.
+
+    Args:
+      policy: the policy that its module obeys.
+      names: of the modules that lead to it, and its own.
+      made: the array.
+    """
+    held = None if policy is None else policy.param_format
+    if held is None or not is_floating(made) or axis_of(names, tuple(made.shape), held) is None:
+        return
+    raise ValueError(
+        f"Parameter '{joined(names)}' would be created in {held.text}, where an update that is "
+        "smaller than a step of its codes is lost: such parameters are frozen. Initialise under "
+        "params=float32 or bfloat16, then call policy.quantize_params(variables, policy) or "
+        "nnx.apply_policy(model, policy), and train adapters such as nnx.LoRA beside it; or "
+        "multiply trainable parameters in 8 bits with mixed_int8."
+    )
+
+
+def quantised_param(
+    array: Any,
+    format: ParamFormat,
+    axis: int,
+    path: str,
+) -> QuantizedArray:
+    """Returns a parameter as codes, or raises ValueError with its path."""
+    is_known = not isinstance(array, (jax.core.Tracer, jax.ShapeDtypeStruct))
+    if is_known and not bool(jnp.isfinite(array).all()):
+        raise ValueError(
+            f"Parameter '{path}' holds numbers that are not finite, which no scale can hold. "
+            "Exclude it by a rule, such as {'" + path.rpartition("/")[0] + "': 'bfloat16'}."
+        )
+
+    def of(array: Any) -> QuantizedArray:
+        return QuantizedArray.of(array, format, axis=axis)
+
+    try:
+        if isinstance(array, jax.ShapeDtypeStruct):
+            return jax.eval_shape(of, array)
+        return of(jnp.asarray(array) if isinstance(array, np.ndarray) else array)
+    except ValueError as error:
+        raise ValueError(f"Parameter '{path}': {error}") from None
+
+
+def _in_boxes(box: Any, made: QuantizedArray, ndim: int) -> QuantizedArray:
+    """Puts codes and scales into boxes like that of the array, with names for their axes."""
+    names, layout = tuple(box.names), made.layout
+    axis = ndim + layout.axis
+    of_codes = names
+    if layout.is_blocked:
+        after = [name for name in names[axis + 1 :] if name is not None][:1]
+        of_codes = (*names[: axis + 1], None, *((after or [None]) if layout.trailing else ()))
+    shared = len(of_codes) + layout.shared
+    of_scales = (*of_codes[:shared], *of_codes[shared + 1 :])
+    codes = box.replace(value=made.codes, names=of_codes)
+    return QuantizedArray(codes, box.replace(value=made.scales, names=of_scales), layout)
+
+
+def _is_whole(node: Any) -> bool:
+    return is_quantized(node) or (hasattr(node, "unbox") and hasattr(node, "names"))
+
+
+def dequantize_params(tree: Any) -> Any:
+    """Returns a tree with an array, in the dtype that it was quantised from, for each
+    `QuantizedArray`.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> stored = policy.quantize_params({"kernel": jnp.ones((64, 8))}, "params=int8")
+    >>> policy.dequantize_params(stored)["kernel"].dtype
+    dtype('float32')
+
+    Args:
+      tree: any.
+    """
+    return jax.tree.map(lambda x: x.widened() if is_quantized(x) else x, tree, is_leaf=is_quantized)
+
+
+def split_frozen(params: Any) -> tuple[Any, Any]:
+    """Divides parameters into trainable and frozen ones, the quantised.
+
+    Both trees have None in place of what the other has, so that `jax.grad` and optax take the first
+    one as it is.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> stored = policy.quantize_params(
+    ...     {"kernel": jnp.ones((64, 8)), "bias": jnp.zeros(8)}, "params=int8"
+    ... )
+    >>> trainable, frozen = policy.split_frozen(stored)
+    >>> list(trainable), trainable["kernel"], frozen["bias"]
+    (['bias', 'kernel'], None, None)
+
+    Args:
+      params: a tree of parameters.
+
+    Returns:
+      The trainable parameters and the frozen ones; `merge_frozen` puts them together.
+    """
+
+    def part(keeps_frozen: bool) -> Any:
+        return jax.tree.map(
+            lambda x: x if is_quantized(x) == keeps_frozen else None, params, is_leaf=is_quantized
+        )
+
+    return part(False), part(True)
+
+
+def merge_frozen(trainable: Any, frozen: Any) -> Any:
+    """Returns the parameters of which `split_frozen` made the two parts.
+
+    Args:
+      trainable: the first part, updated.
+      frozen: the second one.
+    """
+    return jax.tree.map(
+        lambda x, y: y if x is None else x,
+        trainable,
+        frozen,
+        is_leaf=lambda x: x is None or is_quantized(x),
+    )

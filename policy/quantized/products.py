@@ -1,0 +1,187 @@
+"""Matmuls, convolutions and lookups of arrays that are stored as codes.
+
+Codes are widened inside of the operation, forward and backward: its residuals are the codes and the
+scales.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from policy.core.dtypes import backend
+from policy.functions.einsums import DimensionNumbers, dot_of_einsum
+from policy.functions.reductions import accumulating
+from policy.quantized.array import QuantizedArray
+
+Array = jax.Array
+Bilinear = Callable[..., Array]
+
+
+def applied(
+    operation: Bilinear,
+    x: Array,
+    weight: QuantizedArray,
+    *,
+    accumulator_dtype: DTypeLike | None = None,
+    is_whole: bool = True,
+) -> Array:
+    """Returns ``operation(x, widened weight)``.
+
+    Args:
+      operation: bilinear; takes `preferred_element_type` where an accumulator is asked for.
+      x: floating.
+      weight: the codes.
+      accumulator_dtype: of the result; None leaves it to the operation.
+      is_whole: whether the operation takes the array, or numbers in the shape of the codes.
+    """
+    layout, parts = weight.layout, weight.unbox_parts()
+    run = operation if accumulator_dtype is None else accumulating(operation, accumulator_dtype)
+
+    def multiplied(x: Array, codes: Array, scales: Array) -> Array:
+        widened = layout.numbers(codes, scales)
+        return run(x, widened.reshape(layout.shape(codes.shape)) if is_whole else widened)
+
+    return jax.checkpoint(multiplied)(x, parts.codes, lax.stop_gradient(parts.scales))
+
+
+def dot_general(
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: DimensionNumbers,
+    *,
+    accumulator_dtype: DTypeLike | None = None,
+    **options: Any,
+) -> Array:
+    """Computes `jax.lax.dot_general` of an array and codes, in the dtype that these are read in.
+
+    Args:
+      lhs, rhs: a floating array and a QuantizedArray, in either order.
+      dimension_numbers: of the arrays.
+      accumulator_dtype: of the result; None is that of the operands.
+      **options: of `jax.lax.dot_general`.
+    """
+    (of_lhs, of_rhs), (batch_lhs, batch_rhs) = dimension_numbers
+    if isinstance(lhs, QuantizedArray):
+        numbers = ((of_rhs, of_lhs), (batch_rhs, batch_lhs))
+        y = dot_general(rhs, lhs, numbers, accumulator_dtype=accumulator_dtype, **options)
+        batch, free = len(batch_lhs), lhs.ndim - len(of_lhs) - len(batch_lhs)
+        return jnp.moveaxis(y, range(y.ndim - free, y.ndim), range(batch, batch + free))
+    x, weight = lhs, rhs
+    axis, ndim = weight.ndim + weight.layout.axis, weight.ndim
+    taken = (*of_rhs, *batch_rhs)
+    if any(i in taken for i in range(axis + 1, ndim)) or axis in batch_rhs:
+        operation = _Dot(dimension_numbers, options)
+        return applied(operation, x, weight, accumulator_dtype=accumulator_dtype)
+    shape = jax.eval_shape(
+        _Dot(dimension_numbers, {}), x, jax.ShapeDtypeStruct(weight.shape, x.dtype)
+    ).shape
+    x, taken_x, kept = _of_blocks(x, weight, tuple(of_lhs), tuple(of_rhs), tuple(batch_lhs))
+    contracted_x, batch_x = taken_x
+    operation = _Dot(((contracted_x, kept), (batch_x, tuple(batch_rhs))), options)
+    row = _row_to_repeat(x, (*contracted_x, *batch_x), batch_x)
+    if row is not None:
+        # XLA for TPUs computes a single row as a sum of products, not on the matrix unit.
+        width = [(0, 7 if i == row else 0, 0) for i in range(x.ndim)]
+        x = lax.pad(x, jnp.zeros((), x.dtype), width)
+    y = applied(operation, x, weight, accumulator_dtype=accumulator_dtype, is_whole=False)
+    if row is not None:
+        y = lax.slice_in_dim(y, 0, 1, axis=row - sum(i < row for i in contracted_x))
+    return y.reshape(shape)
+
+
+def einsum(
+    subscripts: str,
+    x: Array,
+    weight: QuantizedArray,
+    *,
+    accumulator_dtype: DTypeLike | None = None,
+    **options: Any,
+) -> Array:
+    """Computes `jax.numpy.einsum` of an array and codes; arguments as in `dot_general`."""
+    found = dot_of_einsum(subscripts, x.ndim, weight.ndim)
+    if found is None:
+        run = lambda x, w, **preferred: jnp.einsum(subscripts, x, w, **options, **preferred)  # noqa: E731
+        return applied(run, x, weight, accumulator_dtype=accumulator_dtype)
+    numbers, axes = found
+    y = dot_general(x, weight, numbers, accumulator_dtype=accumulator_dtype, **options)
+    return jnp.transpose(y, axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dot:
+    numbers: Any
+    options: dict[str, Any]
+
+    def __call__(self, lhs: Array, rhs: Array, **preferred: Any) -> Array:
+        return lax.dot_general(lhs, rhs, self.numbers, **self.options, **preferred)
+
+
+def _of_blocks(
+    x: Array,
+    weight: QuantizedArray,
+    of_x: tuple[int, ...],
+    of_weight: tuple[int, ...],
+    batch_x: tuple[int, ...],
+) -> tuple[Array, tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]]:
+    """Divides the axis of `x` that is contracted with the quantised one as that is divided.
+
+    Returns:
+      `x`; its contracted axes and its axes of the batch; and the contracted axes of the codes.
+    """
+    axis = weight.ndim + weight.layout.axis
+    if not weight.layout.is_blocked or axis not in of_weight:
+        return x, (of_x, batch_x), of_weight
+    place = of_weight.index(axis)
+    at = of_x[place]
+    block = weight.unbox_parts().codes.shape[weight.layout.shared]
+    x = x.reshape(*x.shape[:at], x.shape[at] // block, block, *x.shape[at + 1 :])
+
+    def moved(axes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(i + (i > at) for i in axes)
+
+    def divided(axes: tuple[int, ...], i: int) -> tuple[int, ...]:
+        return (*axes[:place], i, i + 1, *axes[place + 1 :])
+
+    return x, (divided(moved(of_x), at), moved(batch_x)), divided(of_weight, axis)
+
+
+def _row_to_repeat(x: Array, taken: Sequence[int], batch: Sequence[int]) -> int | None:
+    """Returns the axis of a single row, of which a TPU is to compute eight; None otherwise."""
+    free = [i for i in range(x.ndim) if i not in taken]
+    if batch or not free or math.prod(x.shape[i] for i in free) != 1 or backend()[0] != "tpu":
+        return None
+    return free[-1]
+
+
+def rows(table: QuantizedArray, tokens: Array) -> Array:
+    """Looks up rows of a table (tokens, features...), and widens those alone.
+
+    Args:
+      table: the codes.
+      tokens: integers (...).
+    """
+    parts, layout = table.unbox_parts(), table.layout
+
+    def taken(array: Array, index: Array = tokens) -> Array:
+        return jnp.take(array, index, axis=0)
+
+    if layout.axis != -table.ndim:
+        found = QuantizedArray(taken(parts.codes), taken(parts.scales), layout)
+        return layout.numbers(found.codes, found.scales).reshape(found.shape)
+    if not layout.is_blocked:
+        codes, scales = taken(parts.codes), parts.scales
+    else:
+        block = parts.codes.shape[layout.shared]
+        codes = parts.codes.at[tokens // block, tokens % block].get(mode="fill")
+        scales = taken(parts.scales, tokens // block)
+    unit = dataclasses.replace(layout, trailing=(), is_blocked=False)
+    found = unit.numbers(codes[..., None], scales)[..., 0]
+    return found.reshape(*tokens.shape, *layout.trailing)
