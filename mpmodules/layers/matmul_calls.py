@@ -174,7 +174,8 @@ def _of_codes(
     options: dict[str, Any],
 ) -> Array:
     """Computes a product with a kernel that is stored as codes."""
-    x, kernel, wide = product.inputs, product.kernel, product.accumulator_dtype
+    x, wide = product.inputs, product.accumulator_dtype
+    kernel: Any = product.kernel
     preferred = product.preferred if wide is None else wide
     numbers = None
     if product.operation is lax.dot_general:

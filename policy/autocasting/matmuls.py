@@ -69,7 +69,8 @@ def _of_codes(params: dict[str, Any], values: Values, side: int, dtype: np.dtype
         )
     operands: list[Any] = [value.as_dtype(dtype) for value in values]
     operands[side] = codes_of(values[side])
-    product = products.dot_general(*operands, (contracted, batch), **params)
+    numbers: Any = contracted, batch
+    product = products.dot_general(operands[0], operands[1], numbers, **params)
     if transposed is not None:
         # The other operand's own axes and the batch stand where they stood.
         found = [transposed[1][i] for i in free]

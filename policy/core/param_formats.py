@@ -7,6 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from policy.core.dtypes import dtype_or_none
+
 # Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (arXiv:2305.14314), appendix E:
 # quantiles of a normal distribution, between -1 and 1, with an exact zero.
 NF4 = (
@@ -82,10 +84,8 @@ def format_of(value: Any) -> ParamFormat | None:
     if isinstance(value, ParamFormat):
         return value
     if not isinstance(value, str):
-        try:
-            name = _OF_DTYPE.get(None if value is None else jnp.dtype(value))
-        except TypeError:
-            return None
+        dtype = dtype_or_none(value)
+        name = None if dtype is None else _OF_DTYPE.get(dtype)
         return None if name is None else ParamFormat(name, KINDS[name].block)
     name, colon, block = value.partition(":")
     name = {"i8": "int8", "f8": "float8", "i4": "int4"}.get(name, name)

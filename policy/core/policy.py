@@ -92,9 +92,9 @@ class Policy:
     'p=f32,c=bf16,o=bf16'
 
     Attributes:
-      param_dtype: the dtype that parameters are created and stored in. A format in 8 or 4 bits, such
-        as "int8", "float8", "int4:32" or "nf4", is for frozen ones: it is stored as `param_format`,
-        and parameters that are not quantised are float32.
+      param_dtype: the dtype that parameters are created and stored in. A format in 8 or 4 bits,
+        such as "int8", "float8", "int4:32" or "nf4", is for frozen ones: it is held in
+        `param_format`, and parameters that are not quantised are float32.
       param_format: the 8- or 4-bit format that `policy.quantize_params` stores parameters in, or
         None.
       compute_dtype: the dtype of matmuls, convolutions and activations.

@@ -137,7 +137,8 @@ class QuantizedArray:
 
     @classmethod
     def tree_unflatten(cls, layout: Layout, children: Any) -> QuantizedArray:
-        return cls(*children, layout)
+        codes, scales = children
+        return cls(codes, scales, layout)
 
     # As an array --------------------------------------------------------------------------------
 
@@ -226,8 +227,8 @@ class QuantizedArray:
             )
         if not hasattr(self.codes, method):
             return self
-        parts = (getattr(x, method)(index, params) for x in (self.codes, self.scales))
-        return QuantizedArray(*parts, self.layout)
+        codes, scales = (getattr(x, method)(index, params) for x in (self.codes, self.scales))
+        return QuantizedArray(codes, scales, self.layout)
 
 
 def _required(value: ParamFormat | str) -> ParamFormat:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -63,10 +64,10 @@ def quantize_params(
 ) -> Any:
     """Stores parameters in the 8 or 4 bits of a policy, such as ``params=int4:32``.
 
-    Floating parameters of at least two axes are quantised, but for biases, scales of normalisations,
-    adapters (`lora_a`, `lora_b`) and parameters shorter than a block. Blocks lie along the axis that a matmul contracts: see
-    `policy.quantized.params.axis_of`. Boxes that name axes, as of `flax.linen.Partitioned`, hold
-    the codes and the scales afterwards.
+    Floating parameters of at least two axes are quantised, but for biases, scales of
+    normalisations, adapters (`lora_a`, `lora_b`) and parameters shorter than a block. Blocks lie
+    along the axis that a matmul contracts: see `policy.quantized.params.axis_of`. Boxes that name
+    axes, as of `flax.linen.Partitioned`, hold the codes and the scales afterwards.
 
     >>> import jax, jax.numpy as jnp
     >>> import policy
@@ -103,8 +104,8 @@ def quantize_params(
     held, found = get_policy(policy), as_rules(rules) or PolicyRules()
     if all(each.param_format is None for each in (held, *(one for _, one in found))):
         raise ValueError(
-            f"'{held}' stores parameters in {held.param_dtype}: quantize_params needs a policy or a "
-            "rule with params=int8, float8, int4 or nf4."
+            f"'{held}' stores parameters in {held.param_dtype}: quantize_params needs a policy or "
+            "a rule with params=int8, float8, int4 or nf4."
         )
     of_params = "params" in variables if isinstance(variables, Mapping) else False
     tree = variables["params"] if of_params else variables
