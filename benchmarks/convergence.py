@@ -56,7 +56,7 @@ class Storage:
 
     @property
     def key(self) -> jax.Array | None:
-        return jax.random.key(SEED) if self.master_weights == "stochastic" else None
+        return jax.random.key(SEED) if self.name.endswith(RANDOM) else None
 
 
 REFERENCE = Storage("float32", "float32")

@@ -76,7 +76,11 @@ def state_rows() -> Iterator[Row]:
     small, large = list(SIZES)[:: len(SIZES) - 1]
     plain = state_bytes(optax.adamw(1e-3), params(large, jnp.float32, stacked=True))
     for name, (dtype, options) in STORAGE.items():
-        key = jax.random.key(0) if options.get("master_weights") == "stochastic" else None
+        key = (
+            jax.random.key(0)
+            if options.get("master_weights") in ("remainder8", "stochastic")
+            else None
+        )
         tx = mixed_precision(optax.adamw(1e-3), "float32", loss_scale="dynamic", key=key, **options)
         at = {size: state_bytes(tx, params(size, dtype, stacked=True)) for size in (small, large)}
         yield Row("state", f"a param, {name}, beside optax", at[large], plain)

@@ -1,13 +1,13 @@
-"""Moments in 8 bits: codes of the moment's shape, and a float32 scale for each block of 128.
+"""Moments in 8 or 4 bits: codes of the moment's shape, and a float32 scale for each block of 128.
 
 A code is a small floating-point number, relative to the largest magnitude of its block. Blocks lie
 within the last axis, so that codes are sharded as their params are. The formats, with the range
 from the largest number to the smallest above 0:
 
-| moment | int8 | range | float8 | range |
-|---|---|---|---|---|
-| first: signed | sign, 4 bits of exponent, 3 of fraction | 2^17.9 | e4m3fn | 2^17.8 |
-| other: not negative | 5 bits of exponent, 3 of fraction | 2^33.9 | e5m2 | 2^31.8 |
+| moment | int8 | range | float8 | range | int4 | range |
+|---|---|---|---|---|---|---|
+| first: signed | sign, 4 bits of exponent, 3 of fraction | 2^17.9 | e4m3fn | 2^17.8 | e3m0 | 2^6 |
+| other: not negative | 5 bits of exponent, 3 of fraction | 2^33.9 | e5m2 | 2^31.8 | e4m0 | 2^14 |
 
 Exponents that reach far below the block's largest number are Dettmers et al.'s dynamic exponents
 (2022, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861), with 3 bits of fraction at
@@ -17,7 +17,14 @@ a second moment has the range and precision of e4m3fn of its root.
 
 A second moment above 0 never becomes 0: the step would be divided by epsilon alone. The smallest
 root of one is 2^-17.0 of the block's largest (float8: 2^-15.9), and thus above the smallest first
-moment, 2^-17.9 (2^-17.8).
+moment, 2^-17.9 (2^-17.8). In 4 bits it is 2^-7, half of the smallest first moment: such a step is
+at most twice too long.
+
+In 4 bits, codes are powers of two: both moments need range before digits. Li et al. (2023, "Memory
+Efficient Optimizers with 4-bit States", arXiv:2309.01507) take Dettmers' map in blocks of 128 for
+first moments, and 16 equal steps without 0 for second ones, rounded to nearest, with scales of rows
+and columns. `benchmarks.moments` has their maps in blocks as a control. Arrays of int4 hold two
+values in a byte in compiled programs, and one in NumPy's arrays and checkpoints.
 """
 
 from __future__ import annotations
@@ -33,6 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from policy.optim.storage_modes import random_bits
 
@@ -44,7 +52,7 @@ _ROWS = 8  # of a tile, in which a TPU stores float32
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A format of 8-bit codes: sign, exponent and fraction, as in a float32.
+    """A format of codes in 8 or 4 bits: sign, exponent and fraction, as in a float32.
 
     Attributes:
       dtype: the dtype of the codes.
@@ -59,6 +67,11 @@ class Format:
     fraction_bits: int
     largest_code: int
     is_signed: bool
+
+    @property
+    def bits(self) -> int:
+        """The bits of a code."""
+        return 4 if self.dtype == jnp.int4 else 8
 
     @property
     def bias(self) -> int:
@@ -96,9 +109,10 @@ class Format:
         """The largest decay rate at which a mean that is rounded to nearest converges.
 
         A mean x of constants g moves by (1 - rate) (g - x), and stops where that is less than half
-        a step between numbers, at most x · 2^-(fraction_bits + 1): at 0.83 g or above.
+        a step between numbers, at most x · 2^-(fraction_bits + 1): at 0.83 g or above. None does
+        without bits of fraction.
         """
-        return 1 - 5 * 2.0 ** -(self.fraction_bits + 1)
+        return max(0.0, 1 - 5 * 2.0 ** -(self.fraction_bits + 1))
 
 
 INT8_SIGNED = Format(np.dtype("int8"), 4, 3, 127, is_signed=True)
@@ -106,9 +120,14 @@ INT8_POSITIVE = Format(np.dtype("uint8"), 5, 3, 255, is_signed=False)
 FLOAT8_SIGNED = Format(jnp.dtype("float8_e4m3fn"), 4, 3, 126, is_signed=True)
 FLOAT8_POSITIVE = Format(jnp.dtype("float8_e5m2"), 5, 2, 123, is_signed=False)
 
-FORMATS = {
-    each.dtype: each for each in (INT8_SIGNED, INT8_POSITIVE, FLOAT8_SIGNED, FLOAT8_POSITIVE)
-}
+INT4_SIGNED = Format(jnp.dtype("int4"), 3, 0, 7, is_signed=True)
+INT4_POSITIVE = Format(jnp.dtype("int4"), 4, 0, 15, is_signed=False)
+
+FORMATS = (
+    *(INT8_SIGNED, INT8_POSITIVE, FLOAT8_SIGNED, FLOAT8_POSITIVE),
+    *(INT4_SIGNED, INT4_POSITIVE),
+)
+CODE_DTYPES = frozenset(form.dtype for form in FORMATS)
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -145,14 +164,14 @@ def encode(
 @functools.partial(jax.jit, static_argnames="form", inline=True)
 def decode(codes: jax.Array, scales: jax.Array, form: Format) -> jax.Array:
     """Returns the float32 numbers that codes and the scales of their blocks stand for."""
-    bits = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint32)
-    magnitude = bits & jnp.uint32(0x7F if form.is_signed else 0xFF)
+    bits = lax.bitcast_convert_type(codes, _unsigned(form)).astype(jnp.uint32)
+    magnitude = bits & jnp.uint32(2 ** (form.bits - form.is_signed) - 1)
     fraction = magnitude << jnp.uint32(form.dropped)
     normal = _as_float(fraction + jnp.uint32((127 - form.bias) << 23))
     small = _as_float(fraction | _bits(form.smallest_normal)) - form.smallest_normal
     x = jnp.where(magnitude < jnp.uint32(2**form.fraction_bits), small, normal)
     if form.is_signed:
-        x = _as_float(_bits(x) | ((bits & jnp.uint32(0x80)) << jnp.uint32(24)))
+        x = _as_float(_bits(x) | (bits >> jnp.uint32(form.bits - 1) << jnp.uint32(31)))
     return x * _of_elements(scales, codes.shape)
 
 
@@ -168,10 +187,14 @@ def _codes(x: jax.Array, factors: jax.Array, form: Format, key: jax.Array | None
     code = rounded - first - jnp.where(is_small, jnp.int32(2**form.fraction_bits), jnp.int32(0))
     code = jnp.minimum(code, jnp.int32(form.largest_code))
     if form.is_signed:
-        code = code | (_bits(x) >> jnp.uint32(31) << jnp.uint32(7)).astype(jnp.int32)
+        code = code | (_bits(x) >> jnp.uint32(31) << jnp.uint32(form.bits - 1)).astype(jnp.int32)
     else:
         code = jnp.maximum(code, (x > 0).astype(jnp.int32))
-    return lax.bitcast_convert_type(code.astype(jnp.uint8), form.dtype)
+    return lax.bitcast_convert_type(code.astype(_unsigned(form)), form.dtype)
+
+
+def _unsigned(form: Format) -> DTypeLike:
+    return jnp.uint8 if form.bits == 8 else jnp.uint4
 
 
 def _bits(x: jax.Array | np.float32) -> jax.Array:

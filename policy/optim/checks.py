@@ -18,8 +18,8 @@ from jax.tree_util import KeyPath
 from policy.core.arrays import is_inexact, is_overwritten, leaf_names, path_name, unboxed
 from policy.core.messages import dtype_and_shape, shortened, warn_once
 from policy.core.policy import Policy
-from policy.optim.blockwise import BLOCK, FORMATS, scales_shape
-from policy.optim.moments import StoredInner, asked_dtypes, has_codes, scales_of, stored_dtypes
+from policy.optim.blockwise import BLOCK, Format, scales_shape
+from policy.optim.moments import StoredInner, asked_forms, has_codes, scales_of, stored_forms
 from policy.optim.state import MixedPrecisionState
 from policy.optim.storage_modes import MasterWeights, storage_code, storage_mode, storage_text
 
@@ -270,18 +270,19 @@ def check_inner(
         )
     dtypes = moment_dtypes or {}
     known = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    targets, asked = stored_dtypes(like, params, dtypes), asked_dtypes(like, params, dtypes)
+    targets, asked = stored_forms(like, params, dtypes), asked_forms(like, params, dtypes)
     made = jax.tree_util.tree_leaves_with_path(like)
     each = zip(made, jax.tree.leaves(stored.state), scales_of(stored), targets, asked, strict=True)
     is_tree = not isinstance(stored.scales, optax.MaskedNode)
     kind = type(stored.scales).__name__
     wrong = [] if is_tree == has_codes(dtypes) else [f"moment_scales are {kind}"]
-    for (path, one), leaf, scales, target, dtype in each:
+    for (path, one), leaf, scales, target, form in each:
         if not (_is_of_param(path, one.shape, known) and is_inexact(one)):
             continue
-        # inside `jax.shard_map` a leaf too small for 8 bits may be a part of a larger one
-        is_coded = dtype in FORMATS and leaf.dtype == dtype
-        needed = f"{dtype if is_coded else target or one.dtype}{list(one.shape)}"
+        # inside `jax.shard_map` a leaf too small for codes may be a part of a larger one
+        is_coded = isinstance(form, Format) and leaf.dtype == form.dtype
+        needed = form if is_coded else one if target is None else target
+        needed = f"{getattr(needed, 'dtype', needed)}{list(one.shape)}"
         of_scales = f"float32{list(scales_shape(one.shape))}" if is_coded else "MaskedNode"
         wrong += [
             f"{name} {dtype_and_shape(x)} instead of {text}"
@@ -296,8 +297,8 @@ def check_inner(
             f"state holds other arrays than tx stores for these params: {shortened(wrong)}. Pass "
             "the moment_dtype, or Optax's own mu_dtype, that the state was made with, or "
             f"{CONVERT}. For params of other shapes make a state with tx.init(params). Inside "
-            f"jax.shard_map, shards of the last axis of 8-bit moments are multiples of {BLOCK} "
-            "long: otherwise replicate that axis."
+            "jax.shard_map, shards of the last axis of moments in 8 or 4 bits are multiples of "
+            f"{BLOCK} long: otherwise replicate that axis."
         )
 
 

@@ -13,7 +13,15 @@ from jax.core import Tracer
 from policy.core.arrays import boxed_like, is_overwritten, path_name, unboxed, working_dtype
 from policy.core.messages import shortened
 from policy.optim.checks import check_params, check_tree, has_mode, require_storage
-from policy.optim.moments import StoredInner, is_moment, narrow_moments, widen_moments
+from policy.optim.host_memory import is_on_host, on_device, on_host
+from policy.optim.moments import (
+    StoredInner,
+    fields_of,
+    is_moment,
+    narrow_moments,
+    target_of,
+    widen_moments,
+)
 from policy.optim.state import (
     MixedPrecisionState,
     check_mode,
@@ -69,7 +77,7 @@ def master_params(params: Params, state: Any) -> Params:
             "optimizer state: call master_params(params, opt_state)."
         )
     state, plain = find_state(state), unboxed(params)
-    state = state._replace(masters=unboxed(state.masters))
+    state = state._replace(masters=on_device(unboxed(state.masters)))
     master_weights = state.layout.master_weights
     is_stored = require_storage(without_overwritten(plain), state, master_weights)
 
@@ -117,7 +125,7 @@ def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
     """
     require_state(state, "resync(params, opt_state)")
     params, boxes = without_overwritten(unboxed(params)), (state.masters, state.mode)
-    state = state._replace(masters=unboxed(boxes[0]))
+    state = state._replace(masters=on_device(unboxed(boxes[0])))
     master_weights = state.layout.master_weights
     is_stored = has_mode(state, state.layout.storage)
     check_tree(params, state)
@@ -131,6 +139,7 @@ def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
         return mode.split(jnp.where(is_kept, stored, p.astype(jnp.float32)), p.dtype)[1]
 
     masters = jax.tree.map(follow, params, state.masters)
+    masters = on_host(masters) if is_on_host(boxes[0]) else masters
     made = masters, jnp.full_like(unboxed(state.mode), layout.storage)
     masters, code = boxed_like(made, boxes)
     return state._replace(masters=masters, mode=code, layout=layout)
@@ -233,7 +242,7 @@ def convert(
     """
     require_state(state, "convert(opt_state, params, to=tx)")
     to = require_mixed_precision(to)
-    state, params = unboxed(state), without_overwritten(unboxed(params))
+    state, params = on_device(unboxed(state)), without_overwritten(unboxed(params))
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, params))):
         raise TypeError("convert checks values: call it outside of jit, on concrete arrays.")
     require_storage(params, state, state.layout.master_weights)
@@ -260,7 +269,8 @@ def convert(
         )
     state = _with_options(state, params, to)
     code = jnp.full_like(state.mode, layout.storage)
-    return state._replace(masters=jax.tree.unflatten(tree, masters), mode=code, layout=layout)
+    state = state._replace(masters=jax.tree.unflatten(tree, masters), mode=code, layout=layout)
+    return on_host(state) if to.state_memory_kind else state
 
 
 def _elements_off(param: jax.Array, master: jax.Array) -> int:
@@ -290,11 +300,19 @@ def _with_options(
         )
     inner = jax.tree.map(strongly_typed, state.inner)
     stored = StoredInner(inner, state.moment_scales)
-    pairs = zip(jax.tree.leaves(inner), jax.tree.leaves(fresh.inner), strict=True)
-    # the floating dtype of a leaf in the new state, where it is another
-    targets = [like.dtype if is_moment(x) and x.dtype != like.dtype else None for x, like in pairs]
-    computed = widen_moments(stored, targets)
-    new = narrow_moments(computed, targets, to.moment_dtypes, like=stored)
+    leaves = jax.tree.leaves(inner), jax.tree.leaves(fresh.inner)
+    each = list(zip(fields_of(inner, params), *leaves, strict=True))
+    # the forms of a leaf in both states, where they differ
+    is_new = [is_moment(x) and x.dtype != like.dtype for _, x, like in each]
+    before, after = (
+        [
+            target_of(field, np.dtype(pair[number].dtype)) if new else None
+            for (field, *pair), new in zip(each, is_new, strict=True)
+        ]
+        for number in (0, 1)
+    )
+    computed = widen_moments(stored, before)
+    new = narrow_moments(computed, after, to.moment_dtypes, like=stored)
     is_same_kind = type(state.loss_scale) is type(to.loss_scale)
     scale = state.loss_scale if is_same_kind else jax.tree.map(strong_copy, to.loss_scale)
     return state._replace(inner=new.state, moment_scales=new.scales, loss_scale=scale)

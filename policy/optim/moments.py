@@ -1,4 +1,4 @@
-"""Moments of optax states in 16 or 8 bits: their fields and dtypes, rounding and widening.
+"""Moments of optax states in 16, 8 or 4 bits: their fields and dtypes, rounding and widening.
 
 ----
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,12 @@ from policy.core.arrays import varying_axes, working_dtype
 from policy.core.dtypes import dtype_names, parse_dtype
 from policy.core.messages import shortened
 from policy.optim.blockwise import (
+    CODE_DTYPES,
     FLOAT8_POSITIVE,
     FLOAT8_SIGNED,
     FORMATS,
     INT8_POSITIVE,
+    Format,
     decode,
     encode,
 )
@@ -36,7 +38,7 @@ It forgets fast, and its noise exceeds an ulp of bfloat16.
 """
 
 SMALLEST_SIZE, SMALLEST_WIDTH = 4096, 16
-"""The fewest elements, and the shortest last axis, of a moment that is stored in 8 bits.
+"""The fewest elements, and the shortest last axis, of a moment that is stored in 8 or 4 bits.
 
 Smaller ones are stored in float32: they take little memory, and scales of short blocks much of it
 (Dettmers et al. 2022 have the same 4096).
@@ -50,13 +52,13 @@ def get_moment_dtypes(
 
     Args:
       moment_dtype: a dtype for every first moment, a mapping of field names to dtypes, or None.
-        Names of dtypes are those that a Policy takes, "bf16", "f32", "half", and "int8" and
-        "float8".
+        Names of dtypes are those that a Policy takes, "bf16", "f32", "half", and "int8", "float8"
+        and "int4".
 
     Returns:
       Field names to dtypes, where "" stands for every first moment; or None. In 8 bits they are
       those of the codes, see `blockwise`: int8 and float8_e4m3fn for first moments, uint8 and
-      float8_e5m2 for other fields.
+      float8_e5m2 for other fields; int4 for both.
 
     Raises:
       ValueError: a dtype is none of these, or float16 for a field that is no first moment.
@@ -67,8 +69,8 @@ def get_moment_dtypes(
     return {name: _storage_dtype(name, dtype) for name, dtype in asked.items()}
 
 
-# by the name that is asked for, or that of the codes' dtype, as read from a MixedPrecision
-_FORMAT_OF = {(form.dtype.name, form.is_signed): form for form in FORMATS.values()} | {
+# by the name that is asked for, or that of the codes' dtype, and whether it is for first moments
+_FORMAT_OF = {(form.dtype.name, form.is_signed): form for form in FORMATS} | {
     ("int8", False): INT8_POSITIVE,
     ("float8", True): FLOAT8_SIGNED,
     ("float8", False): FLOAT8_POSITIVE,
@@ -76,17 +78,16 @@ _FORMAT_OF = {(form.dtype.name, form.is_signed): form for form in FORMATS.values
 
 
 def _storage_dtype(name: str, asked: DTypeLike | None) -> np.dtype:
-    is_first = name in ("", *FIRST_MOMENTS)
     kind = asked if asked is None or isinstance(asked, str) else jnp.dtype(asked).name
-    form = _FORMAT_OF.get((str(kind), is_first))
+    form = _FORMAT_OF.get((str(kind), is_first(name)))
     if form is not None:
         return form.dtype
     if kind is None or kind not in dtype_names() or parse_dtype(kind).itemsize > 4:
         raise ValueError(
-            "moment_dtype should be bfloat16, float16, float32, 'int8' or 'float8', but got "
-            f"{asked!r}."
+            "moment_dtype should be bfloat16, float16, float32, 'int8', 'float8' or 'int4', but "
+            f"got {asked!r}."
         )
-    if parse_dtype(kind) == jnp.float16 and not is_first:
+    if parse_dtype(kind) == jnp.float16 and not is_first(name):
         raise ValueError(
             f"moment_dtype for {name!r} is float16, in which the square of 256 overflows and the "
             "square of 1e-4 is 0: use bfloat16 or float32."
@@ -94,45 +95,59 @@ def _storage_dtype(name: str, asked: DTypeLike | None) -> np.dtype:
     return parse_dtype(kind)
 
 
+def is_first(name: str) -> bool:
+    """Returns whether a field holds a first moment; "" stands for all that do."""
+    return name in ("", *FIRST_MOMENTS)
+
+
 def has_codes(dtypes: Mapping[str, np.dtype] | None) -> bool:
-    """Returns whether a field's dtype is one of codes in 8 bits."""
-    return any(dtype in FORMATS for dtype in (dtypes or {}).values())
+    """Returns whether a field's dtype is one of codes."""
+    return any(dtype in CODE_DTYPES for dtype in (dtypes or {}).values())
 
 
-def stored_dtypes(
+Target: TypeAlias = np.dtype | Format | None
+"""The form that a leaf is stored in: codes, or a floating dtype; None for one that stays as is."""
+
+
+def target_of(field: str, dtype: np.dtype) -> np.dtype | Format:
+    """Returns the form that a field is stored in by its dtype: codes, if the dtype is of codes."""
+    return _FORMAT_OF.get((dtype.name, is_first(field)), dtype)
+
+
+def stored_forms(
     inner: optax.OptState, params: optax.Params, dtypes: Mapping[str, np.dtype]
-) -> list[np.dtype | None]:
-    """Returns, for each leaf of an optax state, the dtype that it is stored in.
+) -> list[Target]:
+    """Returns, for each leaf of an optax state, the form that it is stored in.
 
-    None for leaves that are no moments, or too small for 8 bits, and stay as they are. Moments that
-    are stored in 8 bits already are of any size: inside `jax.shard_map` they are parts of larger
+    None for leaves that are no moments, or too small for codes, and stay as they are. Moments that
+    are stored as codes already are of any size: inside `jax.shard_map` they are parts of larger
     ones.
     """
 
-    def is_stored(leaf: jax.Array, dtype: np.dtype | None) -> bool:
-        if dtype is None or dtype not in FORMATS or leaf.dtype in FORMATS:
+    def is_stored(leaf: jax.Array, target: Target) -> bool:
+        if not isinstance(target, Format) or leaf.dtype in CODE_DTYPES:
             return True
         return leaf.size >= SMALLEST_SIZE and leaf.shape[-1] >= SMALLEST_WIDTH
 
-    pairs = zip(jax.tree.leaves(inner), asked_dtypes(inner, params, dtypes), strict=True)
-    return [dtype if is_stored(leaf, dtype) else None for leaf, dtype in pairs]
+    pairs = zip(jax.tree.leaves(inner), asked_forms(inner, params, dtypes), strict=True)
+    return [target if is_stored(leaf, target) else None for leaf, target in pairs]
 
 
-def asked_dtypes(
+def asked_forms(
     inner: optax.OptState, params: optax.Params, dtypes: Mapping[str, np.dtype]
-) -> list[np.dtype | None]:
-    """Returns, for each leaf of an optax state, the dtype that is asked for its field, or None."""
-    targets: list[np.dtype | None] = []
+) -> list[Target]:
+    """Returns, for each leaf of an optax state, the form that is asked for its field, or None."""
+    targets: list[Target] = []
     for name, leaf in zip(fields_of(inner, params), jax.tree.leaves(inner), strict=True):
         dtype = dtypes.get(name, dtypes.get("") if name in FIRST_MOMENTS else None)
-        targets.append(dtype if is_moment(leaf) else None)
+        targets.append(None if dtype is None or not is_moment(leaf) else target_of(name, dtype))
     return targets
 
 
 def is_moment(leaf: Any) -> bool:
     """Returns whether a leaf of a state is a real floating array, or codes of one."""
     is_array = hasattr(leaf, "dtype")
-    return is_array and (leaf.dtype in FORMATS or jnp.issubdtype(leaf.dtype, jnp.floating))
+    return is_array and (leaf.dtype in CODE_DTYPES or jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
 def fields_of(inner: optax.OptState, params: optax.Params) -> list[str]:
@@ -153,20 +168,20 @@ class StoredInner(NamedTuple):
     """The state of an inner transform, with moments as they are stored.
 
     Attributes:
-      state: the transform's own state; moments in 8 bits are codes of their shapes.
-      scales: a tree like the state, of the scales of 8-bit moments, and an empty
-        `optax.MaskedNode` for every other leaf; or one such node if no moment may be in 8 bits.
+      state: the transform's own state; moments in 8 or 4 bits are codes of their shapes.
+      scales: a tree like the state, of the scales of codes, and an empty `optax.MaskedNode` for
+        every other leaf; or one such node if no moment may be stored as codes.
     """
 
     state: optax.OptState
     scales: Any
 
 
-def widen_moments(stored: StoredInner, targets: list[np.dtype | None]) -> optax.OptState:
+def widen_moments(stored: StoredInner, targets: list[Target]) -> optax.OptState:
     """Returns a state whose moments are float32, in which the inner transform computes."""
     leaves, tree = jax.tree.flatten(stored.state)
     each = zip(leaves, scales_of(stored), targets, strict=True)
-    return tree.unflatten(x if t is None else _widen(x, s) for x, s, t in each)
+    return tree.unflatten(x if t is None else _widen(x, s, t) for x, s, t in each)
 
 
 def scales_of(stored: StoredInner) -> list[Any]:
@@ -177,25 +192,26 @@ def scales_of(stored: StoredInner) -> list[Any]:
     return tree.flatten_up_to(stored.scales)
 
 
-def _widen(x: jax.Array, scales: Any) -> jax.Array:
-    form = FORMATS.get(np.dtype(x.dtype))
-    return x.astype(working_dtype(x.dtype)) if form is None else decode(x, scales, form)
+def _widen(x: jax.Array, scales: Any, target: Target) -> jax.Array:
+    if isinstance(target, Format):
+        return decode(x, scales, target)
+    return x.astype(working_dtype(x.dtype))
 
 
 def narrow_moments(
     inner: optax.OptState,
-    targets: list[np.dtype | None],
+    targets: list[Target],
     dtypes: Mapping[str, np.dtype] | None,
     keys: list[jax.Array | None] | None = None,
     like: StoredInner | None = None,
 ) -> StoredInner:
-    """Rounds the moments of a state to the dtypes that they are stored in.
+    """Rounds the moments of a state to the forms that they are stored in.
 
     A finite moment beyond float16 becomes its largest number: an infinite one would stay for good.
 
     Args:
       inner: a state of an optax transform.
-      targets: see `stored_dtypes`.
+      targets: see `stored_forms`.
       dtypes: see `get_moment_dtypes`.
       keys: PRNG keys of stochastic rounding, one for each leaf; None rounds to nearest.
       like: the state before. Leaves without a target keep their scales, and where devices that
@@ -210,12 +226,14 @@ def narrow_moments(
     return StoredInner(tree.unflatten(x for x, _ in pairs), scales)
 
 
-def _narrow(x: jax.Array, dtype: np.dtype, key: jax.Array | None, before: Any) -> tuple[Any, Any]:
-    form = FORMATS.get(dtype)
-    if form is not None:
+def _narrow(
+    x: jax.Array, target: np.dtype | Format, key: jax.Array | None, before: Any
+) -> tuple[Any, Any]:
+    if isinstance(target, Format):
         is_new = isinstance(before, optax.MaskedNode)
         shared = frozenset() if is_new else varying_axes(x) - varying_axes(before)
-        return encode(x.astype(jnp.float32), form, key, tuple(sorted(shared, key=str)))
+        return encode(x.astype(jnp.float32), target, key, tuple(sorted(shared, key=str)))
+    dtype = target
     if dtype.itemsize >= 4:
         return x.astype(dtype), optax.MaskedNode()
     largest = np.float32(jnp.finfo(dtype).max)
@@ -256,15 +274,15 @@ def check_moments(
 
     Raises:
       ValueError: a name matches no field of the state; a field is a copy of the params or a running
-        sum; a field that is no first moment is to be in 8 bits and has a sign; or a mean of squares
-        in bfloat16, or any mean in 8 bits, decays to more of itself than rounding to nearest
+        sum; a field that is no first moment is to be codes and has a sign; or a mean of squares
+        in bfloat16, or any mean stored as codes, decays to more of itself than rounding to nearest
         follows, and is not rounded stochastically.
     """
     if not jax.tree.leaves(params):
         return
     fields = fields_of(inner, params)
-    pairs = zip(fields, asked_dtypes(inner, params, dtypes), strict=True)
-    found = {name for name, target in pairs if target}
+    pairs = zip(fields, asked_forms(inner, params, dtypes), strict=True)
+    found = {name for name, target in pairs if target is not None}
     seen = shortened(sorted({name for name in fields if name})) or "none"
     for name in dtypes:
         if not found if name == "" else name not in found:
@@ -275,40 +293,40 @@ def check_moments(
     for name in sorted(found):
         dtype = dtypes[name if name in dtypes else ""]
         if dtype.itemsize < 4:
-            _check_field(tx, params, name, dtype, stochastic)
+            _check_field(tx, params, name, target_of(name, dtype), stochastic)
 
 
 def _check_field(
     tx: optax.GradientTransformationExtraArgs,
     params: optax.Params,
     name: str,
-    dtype: np.dtype,
+    target: np.dtype | Format,
     stochastic: bool,
 ) -> None:
-    form, is_first = FORMATS.get(dtype), name in FIRST_MOMENTS
+    form = target if isinstance(target, Format) else None
     try:
         with jax.ensure_compile_time_eval():
             is_copy, is_negative, kept = _tried(tx, params, name)
     except Exception as error:
         # a transform that needs more arguments: a first moment is one by its name
-        if is_first and (form is None or stochastic):
+        if is_first(name) and (form is None or stochastic):
             return
         raise ValueError(
             f"moment_dtype for {name!r} can't be checked: a trial step on params of one element "
             f"failed ({error}). Leave it float32."
         ) from error
-    shown = "bfloat16" if form is None else "8 bits"
+    shown = "bfloat16" if form is None else f"{form.bits} bits"
     if is_copy or kept >= 1 - 2.0**-22:
         what = "copy of the params" if is_copy else "running sum"
         raise ValueError(
             f"moment_dtype for {name!r} is refused: the field is a {what}. Leave it float32."
         )
-    if is_negative and form is not None and not is_first:
+    if is_negative and form is not None and not is_first(name):
         raise ValueError(
-            f"moment_dtype for {name!r} is 8 bits, which store a sign for first moments only, but "
+            f"moment_dtype for {name!r} is {shown}, which store a sign for first moments only, but "
             "a step makes this field negative: make it bfloat16, or leave it float32."
         )
-    largest = 1.0 if is_first else LARGEST_RETENTION
+    largest = 1.0 if is_first(name) else LARGEST_RETENTION
     largest = largest if form is None else form.largest_retention
     if kept > largest and not stochastic:
         raise ValueError(

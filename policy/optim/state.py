@@ -18,6 +18,7 @@ from policy.core.arrays import is_overwritten, leaf_names, path_name, unboxed
 from policy.core.messages import shortened
 from policy.grads.loss_scale import LossScale, note_use
 from policy.optim.blockwise import BLOCK, scales_shape
+from policy.optim.host_memory import with_memory_kind
 from policy.optim.storage_modes import STORAGE_MODES, MasterWeights, storage_code, storage_mode
 
 
@@ -319,7 +320,8 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     has those on every device. The scales of 8-bit moments lie as these do, but on every device of
     the last axis where that is not sharded into whole blocks of 128. All others (counts, the loss
     scale, a factored second moment's rows and columns) are replicated. For `jax.shard_map`, the
-    specs are ``jax.tree.map(lambda sharding: sharding.spec, state_shardings(tx, params))``.
+    specs are ``jax.tree.map(lambda sharding: sharding.spec, state_shardings(tx, params))``. Under
+    `state_memory_kind` the shardings of arrays are of that memory.
 
     Args:
       tx: `mixed_precision`'s, or any optax transform.
@@ -354,7 +356,12 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     is_named = isinstance(first, NamedSharding)
     everywhere = NamedSharding(first.mesh, PartitionSpec()) if is_named else first
 
+    kind = getattr(tx, "state_memory_kind", None)
+
     def one(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Sharding | None:
+        return with_memory_kind(on_devices(path, leaf), kind, leaf)
+
+    def on_devices(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Sharding | None:
         for start in range(len(path) + 1):  # the longest end of the path that is a param's
             if path[start:] in known:
                 shape, sharding = known[path[start:]]

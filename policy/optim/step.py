@@ -43,6 +43,7 @@ from policy.optim.gradients import (
     stays_finite,
     true_gradients,
 )
+from policy.optim.host_memory import MemoryKind, on_device, on_host, require_memory
 from policy.optim.moments import StoredInner
 from policy.optim.state import (
     MixedPrecisionState,
@@ -107,6 +108,7 @@ class Stepper:
     axis_name: tuple[Hashable, ...]
     skip_nonfinite: bool
     check_results: bool
+    state_memory_kind: MemoryKind | None = None
     _made: dict[Hashable, optax.OptState | None] = dataclasses.field(
         default_factory=dict, repr=False
     )
@@ -115,6 +117,7 @@ class Stepper:
         """Returns a state for `params`. Raises ValueError where a param can't be stepped."""
         checks.require_outermost()
         checks.check_initial_params(params)
+        require_memory(self.state_memory_kind, params)
         params = without_overwritten(params)
         checks.warn_of_wide_params(params, self.policy)
         masters = jax.tree.map(lambda p: storage_mode(p.dtype, self.master_weights).init(p), params)
@@ -128,12 +131,12 @@ class Stepper:
         if self.moment_dtypes is not None:
             dtypes, by_chance = self.moment_dtypes, self.key is not None
             _run_optax(moments.check_moments, self.inner, inner, params, dtypes, by_chance)
-            targets = moments.stored_dtypes(inner, params, dtypes)
+            targets = moments.stored_forms(inner, params, dtypes)
             stored = moments.narrow_moments(inner, targets, dtypes)
         layout = layout_of(params, self.master_weights)
         seen = {id(leaf) for leaf in jax.tree.leaves((params, wide, masters))}
         stored = jax.tree.map(lambda leaf: owned(leaf, seen), stored)
-        return MixedPrecisionState(
+        state = MixedPrecisionState(
             inner=stored.state,
             loss_scale=jax.tree.map(strong_copy, self.loss_scale),
             finite=jnp.array(True),
@@ -144,6 +147,7 @@ class Stepper:
             moment_scales=stored.scales,
             layout=layout,
         )
+        return on_host(state) if self.state_memory_kind else state
 
     def check_state(
         self, params: optax.Params, state: MixedPrecisionState
@@ -249,13 +253,14 @@ class Stepper:
     def _step(
         self, given: Given, *, belongs: jax.Array | Literal[True], as_updates: bool
     ) -> Stepped:
-        """Steps params and state that were checked.
+        """Steps params and state that were checked, in the device's memory.
 
         Args:
           given: the arguments.
           belongs: True, or a () bool: the step is left out where it is False.
           as_updates: True returns updates of the params, to be added to them.
         """
+        given = given._replace(state=on_device(given.state, self.state_memory_kind))
         gradients, scale, state, params, _ = given
         norm = self._norm(given)
         leaves, tree = jax.tree.flatten(params)
@@ -300,7 +305,9 @@ class Stepper:
             masters=tree.unflatten(stored for _, stored in new),
         )
         step = tree.unflatten(result for result, _ in new), after
-        return self._unless_not_finite(given, step, as_updates) if self.check_results else step
+        if self.check_results:
+            step = self._unless_not_finite(given, step, as_updates)
+        return step[0], on_host(step[1]) if self.state_memory_kind else step[1]
 
     def _branches(
         self, given: Given, param_updates: list[ParamUpdate], norm: jax.Array | None
@@ -367,7 +374,7 @@ class Stepper:
     ) -> tuple[optax.Updates, StoredInner]:
         """Runs the inner transform: float32 updates, and its state in the types that it had."""
         dtypes, inner = self.moment_dtypes or {}, stored.state
-        targets = moments.stored_dtypes(inner, wide, dtypes)
+        targets = moments.stored_forms(inner, wide, dtypes)
         computed = moments.widen_moments(stored, targets)
         extra = given.extra_args
         updates, new_inner = _run_optax(self.inner.update, gradients, computed, wide, **extra)

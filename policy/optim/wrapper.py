@@ -20,6 +20,7 @@ from policy.core.dtypes import dtype_or_none
 from policy.core.messages import dtype_and_shape, shortened, warn_once
 from policy.core.policy import Policy, get_policy
 from policy.grads.loss_scale import DynamicLossScale, LossScale, get_loss_scale
+from policy.optim.host_memory import MemoryKind
 from policy.optim.moments import get_moment_dtypes
 from policy.optim.state import MixedPrecisionState, require_transform
 from policy.optim.step import Stepper
@@ -40,6 +41,7 @@ def mixed_precision(
     axis_name: Hashable | Sequence[Hashable] | None = None,
     skip_nonfinite: bool = True,
     check_results: bool = False,
+    state_memory_kind: MemoryKind | None = None,
 ) -> MixedPrecision:
     """Wraps an optax transform so that it sees float32 gradients and float32 params.
 
@@ -88,12 +90,16 @@ def mixed_precision(
       check_results: also skips a step that makes a finite leaf of the params, masters or inner
         state infinite or NaN. For debugging: it moves 2.6 times the bytes of an AdamW step, by
         XLA:CPU's count.
+      state_memory_kind: "pinned_host" stores the moments, their scales and the masters in the
+        host's memory; each step copies them to the device and back. Scalars stay on the device.
+        Give `state_shardings(tx, params)` as the step's and init's `out_shardings`.
 
     Returns:
       A `MixedPrecision`. Step with `apply_gradients`, or through optax's own contract.
 
     Raises:
-      ValueError: an argument's value breaks its rule. `init` raises it where `moment_dtype` names
+      ValueError: an argument's value breaks its rule. `init` raises it where the device has no
+        memory of `state_memory_kind`, or `moment_dtype` names
         no field of the state, or one that can't be narrow: copies of params, running sums, means
         that would never decay.
       TypeError: `tx` is no transform, `policy` no policy, or `key` no key. `init` raises it inside
@@ -116,6 +122,10 @@ def mixed_precision(
             f"clip_global_norm should be a positive finite number, but got {clip_global_norm!r}."
         )
     inner, moment_dtypes = _inner_of(tx), get_moment_dtypes(moment_dtype)
+    if state_memory_kind not in (None, "pinned_host"):
+        raise ValueError(
+            f"state_memory_kind should be 'pinned_host' or None, but got {state_memory_kind!r}."
+        )
     _check_key(key, master_weights, moment_dtypes is not None)
     scale, policy = get_loss_scale(loss_scale), get_policy(policy)
     _check_scale(scale, loss_scale is not None, policy, skip_nonfinite)
@@ -131,6 +141,7 @@ def mixed_precision(
         axis_name=() if axis_name is None else tuple(axes),
         skip_nonfinite=bool(skip_nonfinite),
         check_results=bool(check_results),
+        state_memory_kind=state_memory_kind,
     )
     # optax types trees as a closed set of containers; ours may hold any registered node
     return MixedPrecision(
@@ -209,6 +220,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
       axis_name: the mapped axes that were named.
       skip_nonfinite: True where a step with non-finite gradients is skipped.
       check_results: True where a step with non-finite results is skipped.
+      state_memory_kind: "pinned_host" where the state lies in the host's memory, or None.
 
     Example:
 
@@ -233,6 +245,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
     axis_name: tuple[Hashable, ...]
     skip_nonfinite: bool
     check_results: bool
+    state_memory_kind: MemoryKind | None
 
     __slots__ = ()
 

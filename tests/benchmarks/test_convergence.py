@@ -44,7 +44,7 @@ def test_what_does_not_hold_is_named(name, change, text):
 
 def test_the_maps_of_the_optimizers_codes_give_its_roundings():
     first, second = (x[: 128 * 50] for x in code_maps.moments(2.0))
-    for form in FORMATS.values():
+    for form in FORMATS:
         x = (first if form.is_signed else second).astype(np.float32)
         numbers = code_maps.minifloat(form.exponent_bits, form.fraction_bits)
         numbers = numbers[: form.largest_code + 1] / numbers[form.largest_code]
