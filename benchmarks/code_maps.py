@@ -1,4 +1,4 @@
-"""Maps of 8-bit codes to numbers, and the error that each brings to a step of Adam."""
+"""Maps of codes in 8 and 4 bits to numbers, and the error that each brings to a step of Adam."""
 
 from __future__ import annotations
 
@@ -22,14 +22,21 @@ def minifloat(exponent_bits: int, fraction_bits: int) -> np.ndarray:
     return numbers / numbers[-1]
 
 
-def dynamic(is_signed: bool) -> np.ndarray:
-    """The magnitudes of Dettmers et al.'s dynamic map (bitsandbytes' `create_dynamic_map`)."""
+def dynamic(is_signed: bool, decades: int = 7) -> np.ndarray:
+    """The magnitudes of Dettmers et al.'s dynamic map (bitsandbytes' `create_dynamic_map`).
+
+    Of 8 bits; signed and with 3 decades of 4 bits.
+    """
     numbers = [np.zeros(1), np.ones(1)]
-    for decade in range(7):
+    for decade in range(decades):
         count = 2 ** (decade if is_signed else decade + 1)
         edges = np.linspace(0.1, 1, count + 1)
-        numbers.append(10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2)
+        numbers.append(10.0 ** (decade + 1 - decades) * (edges[:-1] + edges[1:]) / 2)
     return np.sort(np.concatenate(numbers))
+
+
+# of 4 bits: Li et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv:2309.01507
+LI_FIRST, LI_SECOND = dynamic(True, 3), np.arange(1, 17) / 16
 
 
 def rounded(x: np.ndarray, numbers: np.ndarray, *, never_zero: bool = False) -> np.ndarray:
@@ -64,6 +71,9 @@ FIRST = {
     "e5m2": minifloat(5, 2),
     "Dettmers' map": dynamic(True),
     "linear": linear(128),
+    "4 bits, e3m0: int4": minifloat(3, 0),
+    "4 bits, e2m1": minifloat(2, 1),
+    "4 bits, Li et al.'s map": LI_FIRST,
 }
 SECOND = {
     "e5m3, never 0: int8": minifloat(5, 3),
@@ -71,6 +81,9 @@ SECOND = {
     "e4m4, never 0": minifloat(4, 4),
     "Dettmers' map": dynamic(False),
     "linear": linear(256),
+    "4 bits, e4m0, never 0: int4": minifloat(4, 0),
+    "4 bits, e3m1, never 0": minifloat(3, 1),
+    "4 bits, Li et al.'s map": LI_SECOND,
 }
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
@@ -35,8 +36,9 @@ from benchmarks.accuracy.report import environment
 from benchmarks.command import page_parser
 from benchmarks.markdown import measured_on, note, wrapped
 from benchmarks.markdown import table as markdown_table
+from benchmarks.moments import language_model
 
-SEED = 0
+SEED, SEEDS = 0, 3  # the first, and how many of the quadratic and of the text
 ROOT = pathlib.Path(__file__).parents[1]
 NOTES, RESULTS = ROOT / "benchmarks" / "notes", ROOT / "benchmarks" / "results" / "convergence.json"
 PAGE = ROOT / "docs" / "convergence.md"
@@ -44,8 +46,9 @@ PAGE = ROOT / "docs" / "convergence.md"
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """A way to store params: their dtype, and the copy kept beside them. `within` bounds the error
-    on the quadratic, as a factor, and the loss of accuracy on the digits.
+    """A way to store params: their dtype, and the copy kept beside them; and Adam's moments, in
+    float32 if no dtype is given. `within` bounds the error on the quadratic, as a factor, and the
+    loss of accuracy on the digits.
     """
 
     name: str
@@ -53,10 +56,24 @@ class Storage:
     master_weights: Any = "none"
     bytes_beside: int = 0
     within: tuple[float, float] | None = None
+    moments: str | None = None
+
+    def wrap(self, tx: optax.GradientTransformation, seed: int = SEED) -> mp.MixedPrecision:
+        """Wraps a transform, with its params and moments stored in this way."""
+        is_random = self.moments or self.master_weights in ("remainder8", "stochastic")
+        return mp.mixed_precision(
+            tx,
+            self.dtype,
+            master_weights=self.master_weights,
+            moment_dtype=self.moments and {"mu": self.moments, "nu": self.moments},
+            key=jax.random.key(seed) if is_random else None,
+        )
 
     @property
-    def key(self) -> jax.Array | None:
-        return jax.random.key(SEED) if self.name.endswith(RANDOM) else None
+    def bytes(self) -> float:
+        """Bytes of a param and of both moments, with the scales of their codes."""
+        moments = 8 if self.moments is None else 1 + 2 * 4 / 128
+        return jnp.dtype(self.dtype).itemsize + self.bytes_beside + moments
 
 
 REFERENCE = Storage("float32", "float32")
@@ -65,6 +82,8 @@ STORAGES = (
     Storage("bfloat16, none", "bfloat16"),
     Storage("bfloat16, full", "bfloat16", "full", 4, (1.05, 0.01)),
     Storage("bfloat16, remainder", "bfloat16", "remainder", 2, (1.05, 0.01)),
+    Storage("bfloat16, remainder8", "bfloat16", "remainder8", 1, (1.05, 0.01)),
+    Storage("bfloat16, remainder8, int4 moments", "bfloat16", "remainder8", 1, (1.5, 1.0), "int4"),
     Storage("bfloat16, kahan", "bfloat16", "kahan", 2, (1.05, 0.01)),
     Storage("bfloat16, stochastic", "bfloat16", "stochastic", 0, (3.0, 0.02)),
 )
@@ -72,25 +91,30 @@ STORAGES = (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One storage's figures."""
+    """One storage's figures; those of the quadratic and of the text are means over the seeds, and
+    standard deviations.
+    """
 
     storage: Storage
     used_error: float
     master_error: float
     loss: float
     accuracy: float
+    error_deviation: float = 0.0
+    nats: float = 0.0
+    nats_deviation: float = 0.0
 
 
-def quadratic(storage: Storage, weights: int = 4096, steps: int = 4000) -> tuple[float, float]:
+def quadratic(
+    storage: Storage, weights: int = 4096, steps: int = 4000, seed: int = SEED
+) -> tuple[float, float]:
     """Root mean square errors of the weights as used, and of their float32 values. All storages see
     the same noise.
     """
-    rng = np.random.default_rng(SEED)
+    rng = np.random.default_rng(seed)
     target = jnp.asarray(rng.normal(size=weights) * 0.1, jnp.float32)
     start = target + jnp.asarray(rng.normal(size=weights) * 0.05, jnp.float32)
-    tx = mp.mixed_precision(
-        optax.adam(1e-4), storage.dtype, master_weights=storage.master_weights, key=storage.key
-    )
+    tx = storage.wrap(optax.adam(1e-4), seed)
 
     def step(carry: Any, key: jax.Array) -> Any:
         params, state = carry
@@ -105,7 +129,7 @@ def quadratic(storage: Storage, weights: int = 4096, steps: int = 4000) -> tuple
         return (params, state), errors
 
     _, errors = jax.lax.scan(
-        step, mp.optim.init_from_master(tx, start), jax.random.split(jax.random.key(SEED), steps)
+        step, mp.optim.init_from_master(tx, start), jax.random.split(jax.random.key(seed), steps)
     )
     used, master = (
         float(np.sqrt(np.asarray(e, np.float64)[-(steps // 10) :].mean())) for e in errors
@@ -138,11 +162,19 @@ def digits(storage: Storage, small: bool = False) -> tuple[float, float]:
 
 
 def measure(storage: Storage, small: bool = False) -> Row:
-    """Runs both jobs; the small digits for the last storage only, as the others take as long to
-    compile the same code.
+    """Runs the jobs; the small digits for the last storage only, as the others take as long to
+    compile the same code, and no small text.
     """
     if not small:
-        return Row(storage, *quadratic(storage), *digits(storage))
+        errors = np.asarray([quadratic(storage, seed=seed) for seed in range(SEEDS)])
+        nats = [
+            language_model(functools.partial(storage.wrap, seed=seed), seed=seed)
+            for seed in range(SEEDS)
+        ]
+        ends = digits(storage) if storage.moments is None else (0.0, 0.0)
+        used, master = (float(mean) for mean in errors.mean(0))
+        deviations = float(errors[:, 0].std(ddof=1)), np.mean(nats), np.std(nats, ddof=1)
+        return Row(storage, used, master, *ends, *map(float, deviations))
     ends = digits(storage, small) if storage == STORAGES[-1] else (0.0, 0.0)
     return Row(storage, *quadratic(storage, 256, 400), *ends)
 
@@ -160,6 +192,9 @@ def complaints(rows: list[Row]) -> list[str]:
                 f"{row.storage.name}: {row.used_error:.3g} on the quadratic, above {factor:g} "
                 "times float32."
             )
+        noise = np.hypot(row.nats_deviation, reference.nats_deviation) / SEEDS**0.5
+        if row.nats > reference.nats + 2 * noise:
+            found.append(f"{row.storage.name}: {row.nats:.4f} nats, beyond float32's noise.")
         if row.accuracy < reference.accuracy - points:
             found.append(
                 f"{row.storage.name}: an accuracy of {row.accuracy:.2%}, more than {points:.0%} "
@@ -171,7 +206,10 @@ def complaints(rows: list[Row]) -> list[str]:
     return found
 
 
-HEADER = ("params, kept beside them", "bytes", "quadratic: error", "digits: accuracy")
+HEADER = (
+    *("params, kept beside them", "bytes with both moments"),
+    *("quadratic: error", "digits: accuracy", "text: nats"),
+)
 
 
 def table(rows: list[Row]) -> str:
@@ -180,9 +218,11 @@ def table(rows: list[Row]) -> str:
     cells = [
         (
             row.storage.name,
-            str(jnp.dtype(row.storage.dtype).itemsize + row.storage.bytes_beside),
-            f"{row.used_error:.2e} ({row.used_error / reference.used_error:.2f})",
-            f"{row.accuracy:.2%}",
+            f"{row.storage.bytes:.4g}",
+            f"{row.used_error:.2e} ± {row.error_deviation:.0e} "
+            f"({row.used_error / reference.used_error:.2f})",
+            f"{row.accuracy:.2%}" if row.accuracy else "",
+            f"{row.nats:.4f} ± {row.nats_deviation:.4f}",
         )
         for row in rows
     ]

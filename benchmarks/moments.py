@@ -1,4 +1,4 @@
-"""Where training ends with moments in 16 and 8 bits, against float32.
+"""Where training ends with moments in 16, 8 and 4 bits, against float32.
 
     python -m benchmarks.moments          # the table: 4 minutes on two idle cores
     python -m benchmarks.moments --check  # exits with 1 where a bound is missed
@@ -14,12 +14,13 @@ error     a noisy quadratic: 64 x 128 weights are drawn to targets of about 0.1 
           1e-3, b2 = 0.999; the root mean square of w - t over the last tenth.
 
 update    the error of m / (sqrt(v) + 1e-8) where one of both moments is rounded to nearest by a
-          map of 8-bit codes, in blocks of 128 (`benchmarks.code_maps`); the log of the gradients'
+          map of codes, in blocks of 128 (`benchmarks.code_maps`); the log of the gradients'
           magnitudes has deviation sigma. Held against int8's map.
 
 The controls store moments in 8 bits in other ways: `one linear scale` is 127 (255) equal steps for
 each tensor, rounded to nearest; `rounded to nearest` is the codes of int8 without a key, which the
-noise of a model's gradients shifts on, and small steady gradients don't.
+noise of a model's gradients shifts on, and small steady gradients don't; `Li et al.` is the maps of
+their 4-bit states in blocks of 128, rounded to nearest.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ import numpy as np
 import optax
 
 import policy as mp
-from benchmarks.code_maps import errors
+from benchmarks.code_maps import LI_FIRST, LI_SECOND, errors
 from benchmarks.table import Row, run
-from policy.optim.blockwise import INT8_POSITIVE, INT8_SIGNED, Format, decode, encode
+from policy.optim import init_from_master
+from policy.optim.blockwise import BLOCK, INT8_POSITIVE, INT8_SIGNED, Format, decode, encode
 
 SEED = 0
 Rounding = Callable[[jax.Array, Format], jax.Array]
@@ -54,6 +56,20 @@ def linear(x: jax.Array, form: Format) -> jax.Array:
 def nearest(x: jax.Array, form: Format) -> jax.Array:
     """Rounds to the codes of int8, to nearest."""
     return decode(*encode(x, form), form) if x.ndim > 1 else x
+
+
+def li_et_al(x: jax.Array, form: Format) -> jax.Array:
+    """Rounds to the maps of Li et al. in blocks of 128, to nearest; leaves small arrays alone."""
+    if x.ndim < 2 or x.size < 4096:
+        return x
+    numbers = jnp.asarray(LI_FIRST if form.is_signed else LI_SECOND, jnp.float32)
+    blocks = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % BLOCK)])
+    blocks = blocks.reshape(*x.shape[:-1], -1, BLOCK)
+    largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
+    relative = jnp.abs(blocks) / jnp.maximum(largest, np.float32(1e-30))
+    codes = jnp.searchsorted((numbers[1:] + numbers[:-1]) / 2, relative.reshape(-1))
+    found = numbers[codes].reshape(blocks.shape) * largest * jnp.sign(blocks)
+    return found.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
 
 
 def with_rounded_moments(
@@ -111,7 +127,9 @@ STORAGES = (
     Storage("bfloat16", "bfloat16", nats=1.01, error=1.01),
     Storage("int8", "int8", nats=1.01, error=1.03),
     Storage("float8", "float8", nats=1.01, error=1.04),
+    Storage("int4", "int4", nats=1.01, error=5.0),
     Storage("control: one linear scale", None, linear, math.inf, math.inf, 2.0, 10.0),
+    Storage("control: Li et al.", None, li_et_al, nats=1.03, error=math.inf, error_at_least=5.0),
     Storage("control: rounded to nearest", None, nearest, error=math.inf, error_at_least=1.08),
 )
 
@@ -136,20 +154,29 @@ def quadratic(storage: Storage, steps: int = 2000) -> float:
     return float(np.sqrt(np.asarray(errors, np.float64)[-(steps // 10) :].mean()))
 
 
-def language_model(storage: Storage, steps: int = 300) -> float:
-    """Returns the held-out loss of the character model, in nats."""
+def language_model(
+    wrap: Callable[[optax.GradientTransformation], mp.MixedPrecision],
+    steps: int = 300,
+    seed: int = SEED,
+) -> float:
+    """Returns the held-out loss of the character model, in nats.
+
+    Params are stored in the param_dtype of the transform that `wrap` makes, and widened for the
+    model, which computes in float32.
+    """
     from examples import language_model as job
 
     text = job.Text.split(job.load_text())
     config = job.Config(
-        vocab_size=text.vocab_size, layers=2, length=64, batch_size=16, steps=steps, seed=SEED
+        vocab_size=text.vocab_size, layers=2, length=64, batch_size=16, steps=steps, seed=seed
     )
     model = job.Decoder(config)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, max(steps // 10, 1), steps + 1)
-    tx = storage.wrap(optax.adamw(schedule, b2=0.999, weight_decay=0.01), "float32")
+    tx = wrap(optax.adamw(schedule, b2=0.999, weight_decay=0.01))
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-        logits: Any = model.apply({"params": params}, tokens)
+        wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        logits: Any = model.apply({"params": wide}, tokens)
         return job.cross_entropy(logits, tokens)
 
     @jax.jit
@@ -157,8 +184,8 @@ def language_model(storage: Storage, steps: int = 300) -> float:
         gradients = jax.grad(loss_fn)(params, tokens)
         return mp.apply_gradients(tx, params, state, gradients)[:2]
 
-    params = model.init(jax.random.key(SEED), job.batch_of(text.train, config, 0))["params"]
-    state = tx.init(params)
+    params = model.init(jax.random.key(seed), job.batch_of(text.train, config, 0))["params"]
+    params, state = init_from_master(tx, params)
     for tokens in job.batches(text.train, config):
         params, state = step(params, state, tokens)
     held_out = text.held_out[: 200 * config.length * config.batch_size // 16]
@@ -175,7 +202,9 @@ def rows(small: bool = False) -> Iterator[Row]:
             for name, value in mine.items():
                 yield Row("update", f"{name}, sigma {sigma:g}", value, int8)
     jobs = {
-        "nats": lambda storage: language_model(storage, 2 if small else 300),
+        "nats": lambda storage: language_model(
+            lambda tx: storage.wrap(tx, "float32"), 2 if small else 300
+        ),
         "error": lambda storage: quadratic(storage, 20 if small else 2000),
     }
     for quantity, job in jobs.items():

@@ -72,12 +72,12 @@ def mixed_precision(
       moment_dtype: the dtype that moments are stored in; they are computed in float32. A dtype
         means the first moments (`mu`, `m`, `trace`, `ema`, `exp_avg`); any other field goes by
         name, `{"mu": "bfloat16", "nu": "bfloat16"}`. With a `key` they are rounded stochastically,
-        which a bfloat16 second moment needs where b2 is above .98. "int8" and "float8" store codes
-        of the moment's shape, and a float32 scale for each block of 128 in its last axis: 2.06
-        bytes an element for both moments of Adam. They need a `key`, unless a step keeps less than
-        .69 of a moment (.38 of a second one in float8). Moments of fewer than 4096 elements, or
-        with a last axis shorter than 16, stay float32. A block that holds a NaN or an infinity is
-        NaN.
+        which a bfloat16 second moment needs where b2 is above .98. "int8", "float8" and "int4"
+        store codes of the moment's shape, and a float32 scale for each block of 128 in its last
+        axis: 2.06 bytes an element for both moments of Adam, in "int4" 1.06. "int4" needs a `key`,
+        and so do the others, unless a step keeps less than .69 of a moment (.38 of a second one in
+        float8). Moments of fewer than 4096 elements, or with a last axis shorter than 16, stay
+        float32. A block that holds a NaN or an infinity is NaN.
       clip_global_norm: the largest global norm of the true gradients that is let through. The norm
         is the flag too: a step whose squares overflow float32 (norms from 1.8e19 on) is skipped.
       key: a JAX PRNG key that stochastic rounding draws from, with the step and the leaf folded in.
