@@ -83,17 +83,18 @@ def dot_general(
     shape = jax.eval_shape(
         _Dot(dimension_numbers, {}), x, jax.ShapeDtypeStruct(weight.shape, x.dtype)
     ).shape
-    x, taken_x, kept = _of_blocks(x, weight, tuple(of_lhs), tuple(of_rhs), tuple(batch_lhs))
-    contracted_x, batch_x = taken_x
-    operation = _Dot(((contracted_x, kept), (batch_x, tuple(batch_rhs))), options)
-    row = _row_to_repeat(x, (*contracted_x, *batch_x), batch_x)
+    row = _row_to_repeat(x, (*of_lhs, *batch_lhs), batch_lhs)
     if row is not None:
         # XLA for TPUs computes a single row as a sum of products, not on the matrix unit.
         width = [(0, 7 if i == row else 0, 0) for i in range(x.ndim)]
         x = lax.pad(x, jnp.zeros((), x.dtype), width)
+    row = None if row is None else row - sum(i < row for i in of_lhs)
+    x, taken_x, kept = _of_blocks(x, weight, tuple(of_lhs), tuple(of_rhs), tuple(batch_lhs))
+    contracted_x, batch_x = taken_x
+    operation = _Dot(((contracted_x, kept), (batch_x, tuple(batch_rhs))), options)
     y = applied(operation, x, weight, accumulator_dtype=accumulator_dtype, is_whole=False)
     if row is not None:
-        y = lax.slice_in_dim(y, 0, 1, axis=row - sum(i < row for i in contracted_x))
+        y = lax.slice_in_dim(y, 0, 1, axis=row)
     return y.reshape(shape)
 
 
@@ -142,6 +143,9 @@ def _of_blocks(
     place = of_weight.index(axis)
     at = of_x[place]
     block = weight.unbox_parts().codes.shape[weight.layout.shared]
+    # Otherwise XLA moves the reshape before the matmul that made `x`, whose own widening it then
+    # computes apart.
+    x = lax.optimization_barrier(x)
     x = x.reshape(*x.shape[:at], x.shape[at] // block, block, *x.shape[at + 1 :])
 
     def moved(axes: tuple[int, ...]) -> tuple[int, ...]:
