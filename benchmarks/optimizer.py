@@ -201,6 +201,11 @@ def pipelines() -> list[Pipeline]:
         "remainder, tx.update": {"master_weights": "remainder", "through_optax": True},
         "full masters, tx.update": {"master_weights": "full", "through_optax": True},
         "remainder8": {"master_weights": "remainder8", "key": key},
+        "remainder8, int4 moments": {
+            "master_weights": "remainder8",
+            "key": key,
+            "moment_dtype": {"mu": "int4", "nu": "int4"},
+        },
         "kahan": {"master_weights": "kahan"},
         "stochastic": {"master_weights": "stochastic", "key": key},
         "no masters": {"master_weights": "none"},
@@ -208,7 +213,7 @@ def pipelines() -> list[Pipeline]:
     table += [Pipeline(name, BF16, BF16, ours(**options)) for name, options in unbudgeted.items()]
     return table + [
         Pipeline(f"{dtype} moments, f32 / bf16", F32, BF16, ours(moment_dtype=both, key=key))
-        for dtype in ("bfloat16", "int8", "float8")
+        for dtype in ("bfloat16", "int8", "float8", "int4")
         for both in ({"mu": dtype, "nu": dtype},)
     ]
 

@@ -152,9 +152,9 @@ def test_each_storage_mode_lies_as_its_params_and_the_first_step_is_donated(mode
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.01), mine, theirs)
 
 
-def with_codes(shape, place, axis_name=None):
-    """Returns Adam with moments in 8 bits, a param of that shape and place, and its state."""
-    both = {"mu": "int8", "nu": "int8"}
+def with_codes(shape, place, axis_name=None, dtype="int8"):
+    """Returns Adam with moments of that dtype, a param of that shape and place, and its state."""
+    both = {"mu": dtype, "nu": dtype}
     options = {"moment_dtype": both, "key": jax.random.key(0), "axis_name": axis_name}
     tx = wrapped(optax.adam(1e-2), **options)
     param = jax.random.normal(jax.random.key(1), shape)
@@ -172,9 +172,12 @@ def two_steps(step, params, state):
 LAYOUTS = [((64, 256), P("data")), ((16, 1024), P(None, "data")), ((64, 512), P(None, "data"))]
 
 
-@pytest.mark.parametrize(("shape", "place"), [*LAYOUTS, ((16, 300), P("data"))])
-def test_sharded_moments_in_8_bits_are_a_single_devices_bit_for_bit(shape, place):
-    tx, params, state, places = with_codes(shape, place)
+@pytest.mark.parametrize(
+    ("shape", "place", "dtype"),
+    [*((*of, "int8") for of in (*LAYOUTS, ((16, 300), P("data")))), (*LAYOUTS[1], "int4")],
+)
+def test_sharded_moments_as_codes_are_a_single_devices_bit_for_bit(shape, place, dtype):
+    tx, params, state, places = with_codes(shape, place, dtype=dtype)
     is_whole = shape[-1] % 1024 == 0 or place[0] == "data"  # blocks of 128 on each device
     assert state.moment_scales[0].nu["w"].sharding.is_fully_replicated is not is_whole
     step = jax.jit(lambda p, s, g: stepped(tx, p, s, g))
@@ -204,6 +207,23 @@ def test_moments_in_8_bits_are_stepped_in_parts(shape, place, check_vma):
     scales = [np.asarray(x.data) for x in state.moment_scales[0].nu["w"].addressable_shards]
     if state.moment_scales[0].nu["w"].sharding.is_fully_replicated:
         assert all((x == scales[0]).all() for x in scales)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_sharded_state_on_the_host_trains_as_on_the_devices(in_parts):
+    params, shardings = fully_sharded(jnp.bfloat16)
+    ends = []
+    for kind in (None, "pinned_host"):
+        tx = wrapped(optax.adam(1e-2), "bfloat16", "remainder8", state_memory_kind=kind)
+        places = state_shardings(tx, params)
+        state = jax.jit(tx.init, out_shardings=places)(params)
+        one = lambda p, s, g, tx=tx: stepped(tx, p, s, g)  # noqa: E731
+        step = mapped(one, specs_of((shardings, places))) if in_parts else one
+        step = jax.jit(step, out_shardings=(shardings, places))
+        ends.append(two_steps(step, params, state))
+        assert jax.tree.map(lambda x: x.sharding, ends[-1][1]) == places
+    assert ends[1][1].masters["hidden"].sharding.memory_kind == "pinned_host"
+    assert_same(*ends)
 
 
 def test_parts_of_a_block_are_refused_by_name():
