@@ -2,25 +2,29 @@
 
     python -m benchmarks.accel.monitor          # the table: half an hour, nothing is run
     python -m benchmarks.accel.monitor --check  # exits with 1 where a ratio misses its bound
+    python -m benchmarks.accel.monitor --only 29M "two programs"  # rows with a text in their names
 
-A decoder of one layer, AdamW through `mixed_precision`, params and state donated. Of the
-conditional around the snapshot the branch is counted that skips it.
+A decoder of one layer, AdamW through `mixed_precision`, params and state donated.
+
+two programs  `monitor(..., jit=)`: the program of steps that are not due. With on_nonfinite=False
+              it is the step's own (tests/policy/inspect/monitor/test_two_programs.py).
+one program   `jax.jit(monitor(...))`: of the conditional around the snapshot the branch is counted
+              that skips it.
 
 cycles     the compiler's estimate.
 bytes      moved by kernels, by the shapes in the program's text.
-temporary  the peak of temporary memory, which the branch that takes a snapshot shares: reported
-           without a bound.
+temporary  the peak of temporary memory, which the branch that takes a snapshot shares.
 
-XLA fetches operands of the conditional to the chip's own memory beforehand, about 0.25 GB whatever
-the size of the step. Only the smallest step has bounds, without `on_nonfinite`: with it gradients
-are held in memory while the snapshot is taken.
+One program has bounds in the smallest step, without `on_nonfinite`: with it gradients are held in
+memory while the snapshot is taken.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.accel.targets import Target  # first: it sets what JAX reads when it is imported
 
@@ -37,6 +41,7 @@ from benchmarks.table import Row, run
 from mpmodules import linen as nn
 from policy.inspect.estimate.targets import exchange_time, kernel_time
 from policy.inspect.hlo.costs import costs_of
+from policy.inspect.monitor.two_programs import kept_unless_finite
 
 TARGET = "v5e:1x1"
 POLICY = "mixed_bfloat16"
@@ -114,21 +119,36 @@ def costs(target: Target, function: Any, arguments: Any, donated: tuple[int, ...
     return Costs(found.time, found.bytes, compiled.memory_analysis().temp_size_in_bytes)
 
 
+TWO, ONE = "two programs", "one program"
+FORMS: dict[str, Callable[[Any], Any]] = {  # from a train step to its program, which takes a number
+    f"{TWO}, on_nonfinite=True": lambda fn: lambda number, *args: kept_unless_finite(fn)(*args),
+    f"{ONE}, on_nonfinite=False": lambda fn: policy.monitor(fn, on_nonfinite=False),
+    f"{ONE}, on_nonfinite=True": policy.monitor,
+}
+BOUNDED = {("1M", f"{ONE}, on_nonfinite=False"), *itertools.product(SIZES, (next(iter(FORMS)),))}
+
+
 @policy.use_policy(POLICY)
-def rows(small: bool = False) -> Iterator[Row]:
-    """Yields a row of each quantity by size, for both choices of `on_nonfinite`; one if `small`."""
+def rows(small: bool = False, only: Sequence[str] = ()) -> Iterator[Row]:
+    """Yields a row of each quantity by size and form; those of the smallest bounded if `small`.
+
+    Args:
+      only: texts, each of which is in the names of the rows.
+    """
     target, number = Target(TARGET), jax.ShapeDtypeStruct((), jnp.int32)
-    for size in ("1M",) if small else SIZES:
+    alone: dict[str, Costs] = {}
+    for size, form in itertools.product(SIZES, FORMS):
+        name, is_bounded = f"{size}, {form}", (size, form) in BOUNDED
+        if (small and not (is_bounded and size == "1M")) or not all(text in name for text in only):
+            continue
         train_step, given = step_of(SIZES[size])
-        alone = costs(target, train_step, given, (0, 1))
-        for on_nonfinite in (False,) if small else (False, True):
-            step = policy.monitor(train_step, on_nonfinite=on_nonfinite)
-            found = costs(target, step, (number, *given), (1, 2))
-            bound = BOUND if size == "1M" and not on_nonfinite else None
-            name = f"monitor, {size} params, on_nonfinite={on_nonfinite}, {TARGET}"
-            yield Row("cycles", name, found.cycles, alone.cycles, bound)
-            yield Row("bytes", name, found.bytes, alone.bytes, bound)
-            yield Row("temporary", name, found.temporary, alone.temporary)
+        if size not in alone:
+            alone[size] = costs(target, train_step, given, (0, 1))
+        found = costs(target, FORMS[form](train_step), (number, *given), (1, 2))
+        for quantity in ("cycles", "bytes", "temporary"):
+            ours, own = (getattr(one, quantity) for one in (found, alone[size]))
+            has_bound = is_bounded and (quantity != "temporary" or TWO in form)
+            yield Row(quantity, name, ours, own, BOUND if has_bound else None, target=TARGET)
 
 
 if __name__ == "__main__":

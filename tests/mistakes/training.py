@@ -256,7 +256,7 @@ def asking(params: Any, x: Any) -> Any:
 
 MONITORS = {
     TypeError: {
-        "sgd is jitted already … jax.jit(policy.monitor(sgd))": [
+        "sgd is jitted already … policy.monitor(sgd, jit=jax.jit)": [
             lambda: monitor(jax.jit(sgd)),
             lambda: monitor(nnx.jit(sgd)),
         ],
@@ -264,6 +264,8 @@ MONITORS = {
         "its number, an integer … float … step(i, *args)": lambda: monitor(sgd)(0.5, P, X),
         "its number, an integer … float32[4, 4]": lambda: monitor(sgd)(P["w"], P, X),
         "its number, an integer … dict": lambda: monitor(sgd)(P, X),
+        "jit … a function such as jax.jit … got True": lambda: monitor(sgd, jit=True),
+        "traced: leave jit= out": lambda: jax.jit(monitor(sgd, jit=jax.jit))(0, P, X),
         "keep … {'decoder/.*': … but got ['activation']": lambda: monitor(sgd, keep=["activation"]),
         "params … positions or names": lambda: monitor(sgd, params=P),
     },

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+import jax.core
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +22,7 @@ from policy.inspect.monitor.observing import observed
 from policy.inspect.monitor.snapshot import Kind, Snapshot
 from policy.inspect.monitor.step import TrainStep
 from policy.inspect.monitor.step_log import StepLog
+from policy.inspect.monitor.two_programs import all_finite, chosen_by_host, kept_unless_finite
 
 
 def monitor(
@@ -28,20 +32,24 @@ def monitor(
     params: ParamsArgument = None,
     keep: Mapping[str, Kind | Collection[Kind]] | None = None,
     on_nonfinite: bool = True,
+    jit: Callable[..., Callable[..., Any]] | None = None,
 ) -> Callable[..., tuple[Any, Snapshot]]:
     """Returns a train step that returns statistics of its arrays beside its result.
 
     Every `every` steps, and in each step that is not finite, the step's program is evaluated once
     more, and values that leave its modules, gradients, params and updates are reduced to a few
-    numbers on the device. That is a branch of a `jax.lax.cond`: other steps don't run it. The
-    result is the step's own.
+    numbers on the device. Other steps don't do that. The result is the step's own.
+
+    With `jit`, the step is compiled as two programs, of which the host runs one. Without it, the
+    second evaluation is a branch of a `jax.lax.cond`, inside a `jax.jit`, `nnx.jit` or
+    `jax.lax.scan` around the monitored step.
 
     >>> import jax, jax.numpy as jnp
     >>> import policy
     >>> def train_step(params, x):
     ...     loss, grads = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
     ...     return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads), loss
-    >>> step = jax.jit(policy.monitor(train_step, every=10), donate_argnums=1)
+    >>> step = policy.monitor(train_step, every=10, jit=jax.jit)
     >>> params = {"w": jnp.ones((4, 2), jnp.bfloat16)}
     >>> (params, loss), snapshot = step(0, params, jnp.ones((8, 4)))
     >>> [(row["kind"], row["path"]) for row in snapshot.record()["rows"]]
@@ -49,8 +57,7 @@ def monitor(
 
     Args:
       fn: a train step: any function of arrays or of nnx modules, that takes params and returns new
-        ones under the same keys. It is not modified. `jax.jit` and `nnx.jit` go around the
-        monitored step: `nnx.jit(policy.monitor(train_step))`.
+        ones under the same keys. It is not modified.
       every: steps from one snapshot to the next.
       params: the arguments that are parameters; see `policy.audit`. None: the argument `params`,
         the field `params` of a state, `nnx.Param`s, or the first container.
@@ -58,17 +65,22 @@ def monitor(
         matches are left out. The kinds are "activation", "cotangent", "gradient", "param",
         "update", "codes" and "input". None keeps all.
       on_nonfinite: whether a step is also monitored if a floating scalar that it returns (such as
-        the loss) is infinite or NaN, or `mixed_precision` skips it. A step that is not monitored
-        takes 4.2% more cycles on v5e for a decoder with 29 million params, and 3.5% with False, by
-        the compiler (`benchmarks/accel/monitor.py`); 0.3% with one million.
+        the loss) is infinite or NaN, or `mixed_precision` skips it. With `jit` the host then waits
+        for each step, and runs one that is not finite again: the first run leaves the state that it
+        takes and returns as it was. Other arguments should not be donated.
+      jit: a function that compiles `fn`, such as `nnx.jit` or
+        `functools.partial(jax.jit, donate_argnums=(0, 1))`. Its options are those of `fn`, but for
+        `out_shardings`, of which there are two: those of the result, and None. The number of the
+        step is an integer on the host.
 
     Returns:
       A function of the number of the step, () int32, and the arguments of `fn`. It returns the
       result of `fn` and a `Snapshot`.
 
     Raises:
-      TypeError: `fn` is not a function, or is jitted already; `keep` or `params` is of another
-        type. At the call: the number of the step is no integer scalar.
+      TypeError: `fn` is not a function, or is jitted already; `keep`, `params` or `jit` is of
+        another type. At the call: the number of the step is no integer scalar, or with `jit` it is
+        traced.
       ValueError: `every` is no positive integer; a kind in `keep` is unknown. At the call: there
         are no params, a pattern in `keep` matches nothing, or the step reads the result of a
         callback with side effects.
@@ -77,25 +89,53 @@ def monitor(
     if hasattr(fn, "lower"):
         name = getattr(fn, "__name__", type(fn).__name__)
         raise TypeError(
-            f"monitor takes a train step before it is jitted, but {name} is jitted already: write "
-            f"jax.jit(policy.monitor({name})) around the function itself."
+            f"monitor takes a train step before it is jitted, but {name} is jitted already: give "
+            f"the function itself, as in policy.monitor({name}, jit=jax.jit)."
         )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every should be a positive number of steps, but got {every!r}.")
+    if jit is not None and not callable(jit):
+        raise TypeError(f"jit should be a function such as jax.jit, but got {jit!r}.")
     require_params(params)
     Keep(keep)
 
-    @functools.wraps(fn, updated=())
-    def monitored(step: Any, *args: Any, **kwargs: Any) -> tuple[Any, Snapshot]:
-        number = _checked_number(step)
+    def watched(number: jax.Array, every: int, args: Any, kwargs: Any) -> tuple[Any, Snapshot]:
         traced = TrainStep.of(fn, args, kwargs, params)
         results, snapshot = _run(traced, number, every, Keep(keep), on_nonfinite)
         return traced.result(results), snapshot
 
+    if jit is None:
+
+        def run(number: Any, args: Any, kwargs: Any) -> tuple[Any, Snapshot]:
+            return watched(jnp.asarray(number), every, args, kwargs)
+
+    else:
+        like_fn = functools.wraps(fn, updated=())
+        if on_nonfinite:
+            plain = kept_unless_finite(fn, params)
+        else:
+            plain = lambda *args, **kwargs: (fn(*args, **kwargs), None)  # noqa: E731
+        due = lambda *args, **kwargs: watched(jnp.int32(0), 1, args, kwargs)  # noqa: E731
+        run = chosen_by_host(jit(like_fn(plain)), jit(like_fn(due)), every)
+
+    @functools.wraps(fn, updated=())
+    def monitored(step: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Snapshot]:
+        _check_number(step, jit is not None)
+        return run(step, args, kwargs)
+
+    with contextlib.suppress(TypeError, ValueError):  # of a class without a signature
+        monitored.__signature__ = _with_number(inspect.signature(fn))  # pyright: ignore
     return monitored
 
 
-def _checked_number(step: Any) -> jax.Array:
+def _with_number(signature: inspect.Signature) -> inspect.Signature:
+    """Returns the signature of a monitored step, by which `jax.jit` finds static arguments."""
+    name = "step" if "step" not in signature.parameters else "monitored_step"
+    number = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
+    return signature.replace(parameters=[number, *signature.parameters.values()])
+
+
+def _check_number(step: Any, on_host: bool) -> None:
     dtype, shape = getattr(step, "dtype", type(step)), np.shape(step)
     is_integer = isinstance(step, int) or (
         hasattr(step, "dtype") and jnp.issubdtype(step.dtype, jnp.integer)
@@ -106,7 +146,11 @@ def _checked_number(step: Any) -> jax.Array:
             f"The first argument of a monitored step is its number, an integer, but got {kind}: "
             "call step(i, *args)."
         )
-    return jnp.asarray(step)
+    if on_host and isinstance(step, jax.core.Tracer):
+        raise TypeError(
+            "With jit=, the number of a monitored step should be an integer on the host, but it is "
+            "traced: leave jit= out inside of jax.jit and jax.lax.scan."
+        )
 
 
 def _run(
@@ -132,7 +176,7 @@ def _run(
 
     parts = traced.parts(on_nonfinite)
     flags, between = parts.begin(arrays)
-    is_finite = functools.reduce(jnp.logical_and, map(_is_finite, flags), jnp.array(True))
+    is_finite = all_finite(flags)
     is_taken = (number % every == 0) | ~is_finite
     numbers = lax.cond(is_taken, taken, lambda _: jnp.zeros(count, dtype), arrays)
     arrays, numbers = lax.optimization_barrier((arrays, numbers))
@@ -148,7 +192,3 @@ def _run(
         layout=layout,
     )
     return results, snapshot
-
-
-def _is_finite(flag: jax.Array) -> jax.Array:
-    return flag if flag.dtype == bool else jnp.isfinite(flag)

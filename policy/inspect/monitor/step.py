@@ -68,11 +68,30 @@ class TrainStep:
 
     def parts(self, on_nonfinite: bool) -> TwoParts:
         """Returns the program in two parts. With `on_nonfinite` the first one tells whether the
-        step is finite; else there is nothing in it.
+        step is finite, by the flags that depend on no new param; else there is nothing in it.
         """
         if not on_nonfinite:
             return TwoParts(self.jaxpr, ())
-        return _in_parts(self.jaxpr, self.paths, self.carried)
+        outputs = opened(self.jaxpr)[0].outvars
+        arrays = [i for i in self.carried.values() if outputs[i].aval.shape]
+        divided, found = divisible(self.jaxpr, self.flags, arrays)
+        return TwoParts(divided, found, arrays if found else ())
+
+    @property
+    def flags(self) -> list[int]:
+        """The outputs that tell whether the step is finite: floating scalars, and the flag of
+        `mixed_precision`.
+        """
+        paths, carried = self.paths, self.carried
+        finite = {
+            carried[i] for i, path in enumerate(paths) if _is_state(path, "finite") and i in carried
+        }
+        return [
+            i
+            for i, atom in enumerate(opened(self.jaxpr)[0].outvars)
+            if i in finite
+            or (atom.aval.shape == () and jnp.issubdtype(atom.aval.dtype, jnp.floating))
+        ]
 
     @property
     def outputs(self) -> int:
@@ -173,22 +192,3 @@ def _beside(path: str, stored: Mapping[str, int]) -> int | None:
     """Returns the place of the array that `mixed_precision` stores beside a param."""
     ends = {path, path.partition("/")[2]}
     return next((i for each, i in stored.items() if each.split("masters/", 1)[1] in ends), None)
-
-
-def _in_parts(jaxpr: Any, paths: Sequence[str], carried: Mapping[int, int]) -> TwoParts:
-    """Returns a program whose first part computes the outputs that tell whether the step is finite.
-
-    They are floating scalars, and the flag of `mixed_precision`, that depend on no new param.
-    """
-    outputs = [atom.aval for atom in opened(jaxpr)[0].outvars]
-    finite = {
-        carried[i] for i, path in enumerate(paths) if _is_state(path, "finite") and i in carried
-    }
-    scalars = [
-        i
-        for i, aval in enumerate(outputs)
-        if i in finite or (aval.shape == () and jnp.issubdtype(aval.dtype, jnp.floating))
-    ]
-    arrays = [i for i in carried.values() if outputs[i].shape]
-    divided, found = divisible(jaxpr, scalars, arrays)
-    return TwoParts(divided, found, arrays if found else ())

@@ -1,0 +1,105 @@
+"""A monitored step as two programs, between which the host chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+
+from policy.autocasting.parameters import ParamsArgument
+from policy.inspect.monitor.snapshot import Snapshot, SnapshotRows, Span
+from policy.inspect.monitor.step import TrainStep
+
+_NO_ROWS = SnapshotRows((), (), (), Span(0, 0, (), (), 0, 0), (), ())
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["is_finite"], meta_fields=["kept"]
+)
+@dataclasses.dataclass(frozen=True)
+class Finiteness:
+    """Whether a step was finite.
+
+    Attributes:
+      is_finite: () bool.
+      kept: of state that a step returns, and that stays as it was if the step is not finite: its
+        place among the leaves of the arguments, and of the result. None of what modules hold.
+    """
+
+    is_finite: jax.Array
+    kept: tuple[tuple[int, int], ...]
+
+
+def kept_unless_finite(fn: Callable[..., Any], params: ParamsArgument = None) -> Callable[..., Any]:
+    """Returns a train step that leaves its state as it was if it is not finite.
+
+    Returns:
+      A function that returns the result of `fn` and a `Finiteness`.
+    """
+
+    def step(*args: Any, **kwargs: Any) -> tuple[Any, Finiteness]:
+        traced = TrainStep.of(fn, args, kwargs, params)
+        arrays, carried = traced.arrays, traced.carried
+        results = jex_core.jaxpr_as_fun(traced.jaxpr)(*arrays)
+        is_finite = all_finite([results[i] for i in traced.flags])
+        for i, output in carried.items():
+            results[output] = jnp.where(is_finite, results[output], arrays[i])
+        leaves = list(itertools.compress(itertools.count(), traced.call.arguments.is_array))
+        kept = () if traced.call.lowered else tuple((leaves[i], o) for i, o in carried.items())
+        return traced.result(results), Finiteness(is_finite, kept)
+
+    return step
+
+
+def all_finite(flags: list[jax.Array]) -> jax.Array:
+    """Returns whether some floating scalars are finite, and some bools are true, () bool."""
+    each = [flag if flag.dtype == bool else jnp.isfinite(flag) for flag in flags]
+    return functools.reduce(jnp.logical_and, each, jnp.array(True))
+
+
+def chosen_by_host(
+    plain: Callable[..., Any], watched: Callable[..., Any], every: int
+) -> Callable[..., tuple[Any, Snapshot]]:
+    """Returns a function of a step's number, an integer on the host, and its arguments.
+
+    Args:
+      plain: a step that returns its result, and a `Finiteness` or None.
+      watched: one that returns its result and its snapshot.
+      every: steps from one snapshot to the next.
+    """
+
+    def step(number: int, args: Any, kwargs: Any) -> tuple[Any, Snapshot]:
+        is_due = number % every == 0
+        if not is_due:
+            result, found = plain(*args, **kwargs)
+            if found is None or found.is_finite:
+                return result, _not_taken(number)
+            if found.kept:
+                args, kwargs = _as_before(args, kwargs, result, found)
+        result, snapshot = watched(*args, **kwargs)
+        reason = snapshot.reason if is_due else np.int32(2)
+        return result, dataclasses.replace(snapshot, step=np.int32(number), reason=reason)
+
+    return step
+
+
+def _as_before(args: Any, kwargs: Any, result: Any, found: Finiteness) -> Any:
+    """Returns the arguments of a step that kept its state, which may have overwritten them."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    outputs = jax.tree.leaves(result)
+    for argument, output in found.kept:
+        leaves[argument] = outputs[output]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _not_taken(number: int) -> Snapshot:
+    no = np.zeros((), bool)
+    arrays: list[Any] = [np.int32(number), no, np.int32(0), np.float32(np.nan), no, np.zeros(0)]
+    return Snapshot(*arrays, layout=_NO_ROWS)
