@@ -119,6 +119,19 @@ def test_bad_examples_of_a_sharded_batch_are_named():
     assert (first["path"], first["operation"], first["examples"]) == ("up", "exp", [42, 43])
 
 
+@pytest.mark.parametrize("of", [alone, mapped])
+def test_two_programs_have_the_records_of_one(of):
+    params, x = data()
+    whole = NamedSharding(MESH, P())
+    step = policy.monitor(of, jit=functools.partial(jax.jit, donate_argnums=0))
+    for number, value in ((0, 1.0), (6, 1.0), (7, 1e4)):
+        batch = jax.device_put(x.at[42:44].set(value), NamedSharding(MESH, P("data")))
+        after, snapshot = step(number, jax.device_put(data()[0], whole), batch)
+        expected, record = record_of(of, params, batch, number=number)
+        jax.tree.map(np.testing.assert_array_equal, after, expected)
+        assert snapshot.record() == record and (number == 6) == (record is None)
+
+
 def test_an_update_inside_of_a_shard_map_is_lost_alike():
     params = {"w": jnp.exp(jnp.linspace(-9.0, 1.0, 64)).reshape(64, 1).astype(jnp.bfloat16)}
     tx = optax.sgd(1e-4)
