@@ -21,14 +21,14 @@ from policy.core.arrays import is_typed
 from policy.core.scope import current_policy, reduction_dtype_of
 from policy.functions.linear_cross_entropy_chunks import loss_of
 from policy.functions.linear_cross_entropy_options import Options
-from policy.functions.linear_cross_entropy_slices import counts_in_slices
+from policy.functions.linear_cross_entropy_slices import slices_of
 from policy.functions.losses import check_weights
 from policy.programs.dtypes import explicit_sharding
 
 # Examples of a chunk. With fewer, reading and writing the sum of the kernel's gradient takes longer
-# than a chunk's matmuls on TPUs; with more, nothing is faster. The slopes in half and the float32
-# logits of a part take 3 bytes an example and class.
-_FEWEST, _MOST, _CHUNKS, _PARTS = 1638, 2048, 5, 4
+# than a chunk's matmuls on TPUs. An example and class takes 3 bytes, for slopes in half and the
+# float32 logits of a part, and 2 in slices.
+_FEWEST, _FEWEST_IN_SLICES, _MOST, _CHUNKS, _PARTS = 1638, 1024, 2048, 8, 4
 _FEWEST_OF_A_PART = 256
 
 
@@ -87,9 +87,10 @@ def linear_softmax_cross_entropy(
       label_smoothing, z_loss: as in `softmax_cross_entropy_with_integer_labels`.
       soft_cap: positive: logits become ``soft_cap * tanh(logits / soft_cap)``.
       chunk_size: examples of a device whose derivatives by the logits are in memory together, in
-        compute_dtype, beside the logits of a quarter of them. None takes 1638 to 2048: fewer take
-        longer. A number in bfloat16, without `bias`, `label_smoothing` and XLA's sharding, keeps
-        their exponentials in two bytes instead, beside a slice of their logits.
+        compute_dtype, beside the logits of a quarter of them. None takes 1638 to 2048. In bfloat16,
+        without `bias`, `label_smoothing` and XLA's sharding, their exponentials are in memory
+        instead, in two bytes, beside a slice of their logits, and None takes 1024 to 2048. Fewer
+        take longer.
 
     Returns:
       A scalar, or (...) without a `reduction`, in reduction_dtype.
@@ -108,14 +109,15 @@ def linear_softmax_cross_entropy(
     sharding, mesh = explicit_sharding(jax.typeof(x)), jax.sharding.get_abstract_mesh()
     is_on_mesh = sharding is not None or (not mesh.empty and {*mesh.axis_types} == {AxisType.Auto})
     matmul, reduces = None if policy is None else policy.matmul, reduction in ("mean", "sum")
-    chunks, parts, size = _counts(labels.size, mesh.size if is_on_mesh else 1, chunk_size)
-    operands, slices = x.dtype if policy is None else policy.compute_dtype, 0
-    if matmul:
-        parts, size = 1, parts * size
+    operands = x.dtype if policy is None else policy.compute_dtype
     is_half = operands == jnp.bfloat16 and wide == jnp.float32
     is_plain = bias is None and not (matmul or is_on_mesh or label_smoothing)
-    if chunk_size is not None and is_half and is_plain:
-        chunks, size, slices = counts_in_slices(labels.size, kernel.shape[axis], chunk_size)
+    in_slices = is_half and is_plain
+    devices, fewest = mesh.size if is_on_mesh else 1, _FEWEST_IN_SLICES if in_slices else _FEWEST
+    chunks, parts, size = _counts(labels.size, devices, chunk_size, fewest)
+    if matmul or in_slices:
+        parts, size = 1, parts * size
+    slices = slices_of(size, kernel.shape[axis]) if in_slices else 0
     options = Options(
         operands=operands,
         wide=wide,
@@ -161,14 +163,16 @@ def _mapped(axis_name: Any) -> tuple[Any, ...]:
     return names
 
 
-def _counts(examples: int, devices: int, chunk_size: int | None) -> tuple[int, int, int]:
+def _counts(
+    examples: int, devices: int, chunk_size: int | None, fewest: int
+) -> tuple[int, int, int]:
     """Returns the numbers of chunks, of parts in each, and of examples in each part.
 
     On several devices they divide the examples, if they can: padding would move examples from
     device to device.
     """
     local = -(-examples // devices)
-    size = min(max(local // _CHUNKS, _FEWEST), _MOST)
+    size = min(max(local // _CHUNKS, fewest), _MOST) if local > _MOST else _MOST
     fewest = max(1, -(-local // chunk_size) if chunk_size else local // size)
     parts = min(_PARTS, max(1, local // fewest // _FEWEST_OF_A_PART))
     for chunks in range(fewest, 2 * fewest if devices > 1 else fewest + 1):

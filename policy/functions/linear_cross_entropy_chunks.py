@@ -124,9 +124,7 @@ def _in_chunks(
 
     Without weights there are no gradients.
     """
-    if options.slices:
-        return in_slices(options, _in_chunks, x, labels, weight, kernel)
-    count = labels.size
+    count, stored = labels.size, x.dtype
     padding = (0, options.chunks * options.parts * options.size - count)
     x, labels = jnp.pad(x, (padding, (0, 0))), jnp.pad(labels, padding)
     weight = None if weight is None else jnp.pad(weight, padding)
@@ -136,19 +134,27 @@ def _in_chunks(
     zeros[:1] = [_whole_in_features(options, zero) for zero in zeros[:1]]
     kernel = _whole_in_features(options, kernel.astype(options.operands))
 
-    def step(sums: list[Array], rows: tuple[Any, ...]) -> tuple[list[Array], Any]:
+    rows = jax.tree.map(functools.partial(_rows, options), (x, labels, weight))
+
+    def read(index: Array) -> tuple[Array, Array, Any]:
+        at = functools.partial(lax.dynamic_index_in_dim, index=index, keepdims=False)
+        x, labels, weight = jax.tree.map(at, rows)
+        if weight is not None:  # an example of weight 0 may hold anything
+            x = jnp.where(weight[..., None] == 0, 0, x)
         # XLA for TPU multiplies more slowly where a slice is fused into the matmul.
-        x, labels, weight = rows
-        x = lax.optimization_barrier(x)
-        losses, of_x, parts = _chunk(options, x, labels, weight, kernel, bias)
+        return lax.optimization_barrier(x.astype(options.operands)), labels, weight
+
+    def step(sums: list[Array], index: Array) -> tuple[list[Array], Any]:
+        losses, of_x, parts = _chunk(options, read, index, kernel, bias)
+        if of_x is not None and stored == jnp.bfloat16:
+            of_x = of_x.astype(stored)  # half the memory; float16 is scaled yet
         return [total + part for total, part in zip(sums, parts, strict=True)], (losses, of_x)
 
-    rows = jax.tree.map(functools.partial(_rows, options), (x, labels, weight))
     if options.chunks == 1:
-        sums, out = step(zeros, jax.tree.map(lambda a: a[0], rows))
+        sums, out = step(zeros, jnp.int32(0))
         losses, of_x = jax.tree.map(lambda a: a[None], out)
     else:
-        sums, (losses, of_x) = lax.scan(step, zeros, rows)
+        sums, (losses, of_x) = lax.scan(step, zeros, jnp.arange(options.chunks))
     sums[:1] = [_whole_in_features(options, total) for total in sums[:1]]
     losses = _in_order(options, losses)[:count]
     return losses, [] if weight is None else [_in_order(options, of_x)[:count], *sums]
@@ -186,43 +192,41 @@ def _whole_in_features(options: Options, kernel: Array) -> Array:
 
 
 def _chunk(
-    options: Options, x: Array, labels: Array, weight: Any, kernel: Array, bias: Any
+    options: Options, read: Any, index: Array, kernel: Array, bias: Any
 ) -> tuple[Array, Any, list[Array]]:
     """Returns a chunk's losses, and with weights its gradients of x, the kernel and the bias.
 
     Args:
-      x: (parts, examples of a part, d).
-      labels, weight: (parts, examples of a part).
+      read: returns of an index the chunk's x, (parts, examples of a part, d), in the operands'
+        dtype, and its labels and weights, (parts, examples of a part).
       kernel: in the operands' dtype.
       bias: as it is stored, or None.
     """
-    if weight is not None:  # an example of weight 0 may hold anything
-        x = jnp.where(weight[..., None] == 0, 0, x)
-    stored, x = x.dtype, x.astype(options.operands)
+    x, labels, weight = rows = read(index)
     if options.matmul is not None:
         return _chunk_in_8_bits(options, x, labels, weight, kernel, bias)
     dot = functools.partial(lax.dot_general, preferred_element_type=options.wide)
 
-    def part(_: None, rows: tuple[Any, ...]) -> tuple[None, Any]:
-        x, labels, weight = rows
+    def whole(x: Array, labels: Array, weight: Any, kernel: Array) -> tuple[Array, Any, Any]:
         logits = dot(lax.optimization_barrier(x), kernel, (((1,), (1 - options.axis,)), ((), ())))
-        return None, _loss_and_slope(options, logits, labels, weight, bias)
+        return _loss_and_slope(options, logits, labels, weight, bias)
 
-    rows = x, labels, weight
+    part = functools.partial(in_slices, options, whole) if options.slices else whole
     if options.parts == 1:
-        out = part(None, jax.tree.map(lambda a: a[0], rows))[1]
+        out = part(*jax.tree.map(lambda a: a[0], rows), kernel)
         losses, slope, of_bias = jax.tree.map(lambda a: a[None], out)
     else:
-        losses, slope, of_bias = lax.scan(part, None, rows)[1]
+        losses, slope, of_bias = lax.map(lambda rows: part(*rows, kernel), rows)
     if weight is None:
         return losses, None, []
-    # Stored once: XLA would compute the slopes again for each tile of both products.
-    slope = lax.optimization_barrier(slope)
+    if not options.slices:  # stored once: XLA would compute them again for each tile of a product
+        slope = lax.optimization_barrier(slope)
     of_x = dot(slope, kernel, (((2,), (options.axis,)), ((), ())))
-    pair = (x, slope) if options.axis else (slope, x)
+    # Read again: XLA for TPU moves the first reading out of the chip's own memory by now, and then
+    # multiplies more slowly.
+    index, of_x = lax.optimization_barrier((index, of_x))
+    pair = (read(index)[0], slope) if options.axis else (slope, read(index)[0])
     of_kernel = dot(*pair, (((0, 1), (0, 1)), ((), ())))
-    if stored == jnp.bfloat16:  # rounded here, it takes half the memory; float16 is scaled yet
-        of_x = of_x.astype(stored)
     return losses, of_x, [of_kernel, *(jnp.sum(part, 0) for part in of_bias)]
 
 

@@ -75,8 +75,10 @@ def test_three_matmuls_run_in_half_and_all_else_in_float32(policy, tolerance, re
         ops, found = operations(gradient, X, KERNEL), gradient(X, KERNEL)
     half = policy.removeprefix("mixed_")
     dots = named(ops, "dot_general")
+    # In bfloat16 forward multiplies some classes first.
+    samples = (1 if reduction else 2) * (half == "bfloat16")
     assert [(*op.inputs, *op.outputs) for op in dots] == [(half, half, "float32")] * (
-        3 if reduction else 4
+        samples + (3 if reduction else 4)
     )
     others = [op for op in ops if op.name in ("exp", "log", "reduce_sum", "reduce_max", "add_any")]
     assert {dtype for op in others for dtype in op.inputs} == {"float32"}

