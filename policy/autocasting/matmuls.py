@@ -13,7 +13,7 @@ from jax import lax
 from policy.autocasting.settings import Place
 from policy.autocasting.values import CastValue, Values, as_traced, bound, bound_as_traced, cast
 from policy.core.dtypes import canonical_precision
-from policy.eight_bits import scaled_convolution, scaled_matmul
+from policy.eight_bits import scaled_convolution, scaled_matmul, scaled_ragged
 from policy.programs.jaxprs import Equation
 from policy.quantized import products
 from policy.quantized.array import QuantizedArray
@@ -36,7 +36,7 @@ def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Val
     if len(stored) == 1 and place.matmul is None and equation.primitive.name == "dot_general":
         return str(dtype), [_of_codes(params, values, stored[0], dtype)]
     arrays = [value.as_dtype(dtype) if value.is_float else value.array for value in values]
-    weights = [side for side, value in enumerate(values) if value.yields]
+    weights = [side for side, value in enumerate(values[:2]) if value.yields]
     by = place.matmul if len(weights) == 1 else None
     if by is not None and _may_be_scaled(equation, arrays, weights[0]):
         product = _scaled(equation, arrays, by, weights[0], dtype)
@@ -124,6 +124,9 @@ def _may_be_scaled(equation: Equation, arrays: Sequence[Any], weight: int) -> bo
         return False
     if equation.primitive.name == "dot_general":
         return params.get("out_sharding") is None
+    if equation.primitive.name == "ragged_dot_general":
+        lhs, rhs, sizes = arrays
+        return weight == 1 and scaled_ragged.may_run_in_8_bits(lhs, rhs, sizes, params)
     is_convolution = equation.primitive.name == "conv_general_dilated" and weight == 1
     groups = params.get("batch_group_count", 1)
     return is_convolution and scaled_convolution.may_run_in_8_bits(arrays[0], arrays[1], groups)
@@ -140,6 +143,9 @@ def _scaled(
     if equation.primitive.name == "conv_general_dilated":
         options = {name: equation.params[name] for name in scaled_convolution.OPTIONS}
         return scaled_convolution.scaled_conv(arrays[0], arrays[1], by, **options)
+    if equation.primitive.name == "ragged_dot_general":
+        numbers = equation.params["ragged_dot_dimension_numbers"]
+        return scaled_ragged.scaled_ragged_dot_general(*arrays, numbers, by, dtype=dtype)
     numbers, side = equation.params["dimension_numbers"], "rhs" if weight else "lhs"
     lhs, rhs = arrays
     return scaled_matmul.scaled_dot_general(lhs, rhs, numbers, by, weight=side, dtype=dtype)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -89,14 +89,31 @@ def quantise(
     """
     shared = tuple(range(x.ndim)) if scaling == "tensor" else tuple(axes)
     wide = x.astype(jnp.float32)
-    largest = _largest_magnitude(wide, shared)
+    largest = functools.partial(jnp.max, axis=shared, keepdims=True, initial=0)
+    return quantise_by(wide, largest_magnitude(wide, largest), dtype)
+
+
+def quantise_by(
+    wide: Array,
+    largest: Array,
+    dtype: np.dtype,
+    beside: Callable[[Array], Array] = lambda scale: scale,
+) -> Quantised:
+    """Returns a float32 array in 8 bits, as `quantise`.
+
+    Args:
+      wide: the array.
+      largest: the largest magnitudes of the numbers that share a scale.
+      dtype: of the codes.
+      beside: brings scales, shaped as `largest`, to a shape that broadcasts with `wide`.
+    """
     if dtype == INT8:
         scale = jnp.maximum(largest / 127, _SMALLEST_SCALE)
-        codes = jnp.clip(jnp.round(wide / scale), -127, 127)
+        codes = jnp.clip(jnp.round(wide / beside(scale)), -127, 127)
     else:
         limit = float(jnp.finfo(dtype).max)
         scale = jnp.maximum(_next_power_of_two(largest / limit), _SMALLEST_SCALE)
-        codes = jnp.clip(wide / scale, -limit, limit)
+        codes = jnp.clip(wide / beside(scale), -limit, limit)
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
     return Quantised(codes.astype(dtype), scale)
 
@@ -127,14 +144,17 @@ def quantise_for(x: Array, contracted: tuple[int, ...], by: ScaledMatmul) -> Qua
     return made
 
 
-def _largest_magnitude(x: Array, axes: tuple[int, ...]) -> Array:
-    """Returns the largest magnitude of a float32 along some axes, kept with size 1.
+def largest_magnitude(x: Array, largest: Callable[[Array], Array]) -> Array:
+    """Returns the largest magnitudes of a float32.
 
-    It is NaN where there is one: XLA's maximum of floats leaves NaN out on CPUs. Bits of floats
+    They are NaN where there is one: XLA's maximum of floats leaves NaN out on CPUs. Bits of floats
     that are not negative have the order of the floats, and those of NaN come last.
+
+    Args:
+      largest: the maximum, of int32 that are not negative.
     """
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-    return lax.bitcast_convert_type(jnp.max(bits, axis=axes, keepdims=True, initial=0), jnp.float32)
+    return lax.bitcast_convert_type(largest(bits), jnp.float32)
 
 
 def _next_power_of_two(x: Array) -> Array:
@@ -163,6 +183,11 @@ class ScaledOperation:
     weight: int
     gradients: np.dtype
 
+    def given(self, arrays: tuple[Array, ...]) -> ScaledOperation:
+        """Returns the operation of arrays that it depends on beside its operands."""
+        del arrays
+        return self
+
     def product(self, lhs: Array, rhs: Array) -> Array:
         """Returns the float32 product of codes and codes, in units of both scales."""
         raise NotImplementedError
@@ -175,6 +200,10 @@ class ScaledOperation:
         """Returns the axes of the result that the gradient of an operand sums over."""
         raise NotImplementedError
 
+    def quantised(self, side: int, cotangent: Array) -> Quantised:
+        """Returns a float32 cotangent as the gradient of an operand multiplies it."""
+        return quantise(cotangent, self.summed_for(side), self.gradients, self.by.scaling)
+
     def gradient(
         self, side: int, cotangent: Array, other: Array, scale: Array | None, dtype: DTypeLike
     ) -> Array:
@@ -183,6 +212,23 @@ class ScaledOperation:
         Both arrays are codes where there is a scale of the cotangent, else in compute_dtype.
         """
         raise NotImplementedError
+
+    def accumulation(self, codes: np.dtype, dtype: DTypeLike) -> dict[str, Any]:
+        """Returns the precision and the accumulator of a matmul of codes.
+
+        Args:
+          codes: their dtype.
+          dtype: that the product is rounded to once it is scaled. Scales of float8 are powers of
+            two: in bfloat16, whose range is that of float32, the matmul itself may round, so that
+            devices that add up parts of a product exchange bfloat16.
+        """
+        wide = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
+        return {
+            # Hopper's tensor cores keep about 14 bits of a sum otherwise (cuBLASLt's CUBLASLT_
+            # MATMUL_DESC_FAST_ACCUM, which XLA sets by the precision).
+            "precision": None if self.by.fast_accumulation else lax.Precision.HIGHEST,
+            "preferred_element_type": jnp.int32 if codes == INT8 else wide,
+        }
 
 
 _NO_FORWARD_MODE = (
@@ -193,22 +239,36 @@ _NO_FORWARD_MODE = (
 
 
 def in_8_bits(
-    operation: ScaledOperation, lhs: Array, rhs: Array, lhs_codes: Quantised, rhs_codes: Quantised
+    operation: ScaledOperation,
+    lhs: Array,
+    rhs: Array,
+    lhs_codes: Quantised,
+    rhs_codes: Quantised,
+    *arrays: Array,
 ) -> Array:
     """Runs an operation on the codes of two operands, and returns the accumulator, rescaled.
 
     Backward runs in 8 bits too, and can't be differentiated again. Its residuals are the codes and
     scales. The scale of an operand, which is along other axes there, is folded into the cotangent.
+
+    Args:
+      *arrays: integers that the operation depends on.
     """
     lhs, rhs = (in_reverse_mode(_NO_FORWARD_MODE, x) for x in (lhs, rhs))
-    return _in_8_bits(operation, lhs, rhs, lhs_codes, rhs_codes)
+    return _in_8_bits(operation, lhs, rhs, lhs_codes, rhs_codes, arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_8_bits(
-    operation: ScaledOperation, lhs: Array, rhs: Array, lhs_codes: Quantised, rhs_codes: Quantised
+    operation: ScaledOperation,
+    lhs: Array,
+    rhs: Array,
+    lhs_codes: Quantised,
+    rhs_codes: Quantised,
+    arrays: tuple[Array, ...],
 ) -> Array:
     del lhs, rhs
+    operation = operation.given(arrays)
     product = operation.product(lhs_codes.codes, rhs_codes.codes)
     scales = [operation.beside_result(x.scale, i) for i, x in enumerate((lhs_codes, rhs_codes))]
     # The smaller scale comes first: the product of the codes and the scale of an operand of 1e37
@@ -217,15 +277,17 @@ def _in_8_bits(
 
 
 def _forward(operation: ScaledOperation, *operands: Any) -> tuple[Array, Any]:
-    arrays, codes = operands[:2], operands[2:]
-    marks = tuple(map(_mark, arrays))
+    operands, codes, arrays = operands[:2], operands[2:4], operands[4]
+    marks = tuple(map(_mark, operands))
     keeps_input = operation.by.weight_gradient == "compute"
-    of_weight = arrays[1 - operation.weight] if keeps_input else None
-    return in_8_bits(operation, *operands), (codes, of_weight, marks)
+    of_weight = operands[1 - operation.weight] if keeps_input else None
+    result = in_8_bits(operation, *operands, *codes, *arrays)
+    return result, (codes, of_weight, marks, arrays)
 
 
 def _backward(operation: ScaledOperation, saved: Any, cotangent: Array) -> tuple[Any, ...]:
-    codes, of_weight, marks = saved
+    codes, of_weight, marks, arrays = saved
+    operation = operation.given(arrays)
     cotangent = _differentiated_once(cotangent, *marks)
     gradients = []
     for side, dtype in enumerate(mark.dtype for mark in marks):
@@ -233,12 +295,11 @@ def _backward(operation: ScaledOperation, saved: Any, cotangent: Array) -> tuple
             given, other, scale = cotangent.astype(of_weight.dtype), of_weight, None
         else:
             folded = cotangent * operation.beside_result(codes[1 - side].scale, 1 - side)
-            summed, by = operation.summed_for(side), operation.by
-            coded = quantise(folded, summed, operation.gradients, by.scaling)
+            coded = operation.quantised(side, folded)
             given, other, scale = coded.codes, codes[1 - side].codes, coded.scale
         gradients.append(operation.gradient(side, given, other, scale, dtype))
     cast = (x.astype(mark.dtype) for x, mark in zip(gradients, marks, strict=True))
-    return *cast, None, None
+    return *cast, None, None, None
 
 
 _in_8_bits.defvjp(_forward, _backward)

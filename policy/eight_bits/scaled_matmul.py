@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from policy.core.arrays import alike_varying
-from policy.core.dtypes import INT8, ScaledMatmul
+from policy.core.dtypes import ScaledMatmul
 from policy.eight_bits.quantisation import (
     ScaledOperation,
     in_8_bits,
@@ -78,24 +78,9 @@ class _Matmul(ScaledOperation):
     def _multiplied(
         self, lhs: Array, rhs: Array, numbers: DimensionNumbers, sharding: Any, dtype: DTypeLike
     ) -> Array:
-        """Returns the float32 product of codes and codes.
-
-        Args:
-          dtype: that the product is rounded to once it is scaled. Scales of float8 are powers of
-            two: in bfloat16, whose range is that of float32, the matmul itself may round, so that
-            devices that add up parts of a product exchange bfloat16.
-        """
-        accumulator = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
-        product = lax.dot_general(
-            lhs,
-            rhs,
-            numbers,
-            # Hopper's tensor cores keep about 14 bits of a sum otherwise (cuBLASLt's CUBLASLT_
-            # MATMUL_DESC_FAST_ACCUM, which XLA sets by the precision).
-            precision=None if self.by.fast_accumulation else lax.Precision.HIGHEST,
-            preferred_element_type=jnp.int32 if lhs.dtype == INT8 else accumulator,
-            out_sharding=sharding,
-        )
+        """Returns the float32 product of codes and codes, of a gradient or result of `dtype`."""
+        accumulation = self.accumulation(lhs.dtype, dtype)
+        product = lax.dot_general(lhs, rhs, numbers, out_sharding=sharding, **accumulation)
         return product.astype(jnp.float32)
 
     def _of_result(self, side: int) -> tuple[int, ...]:

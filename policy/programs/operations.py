@@ -144,14 +144,14 @@ def flops_of(equation: Equation) -> int:
 
 
 def _dot(equation: Equation, result: int) -> int:
-    numbers = equation.params.get("dimension_numbers")
+    ragged = equation.params.get("ragged_dot_dimension_numbers")
+    numbers = ragged.dot_dimension_numbers if ragged else equation.params.get("dimension_numbers")
     if numbers is None:  # fused attention in 8 bits
         return 0
-    numbers = getattr(numbers, "dot_dimension_numbers", numbers)
     (contracted, _), _ = numbers
     left = equation.invars[0].aval.shape
-    if equation.primitive.name == "ragged_dot_general" and len(equation.outvars[0].aval.shape) > 2:
-        result //= max(int(equation.outvars[0].aval.shape[0]), 1)  # each row is of one group
+    if ragged and ragged.lhs_ragged_dimensions[0] in contracted:  # each row is of one group
+        result //= max(int(equation.invars[2].aval.shape[-1]), 1)
     return 2 * result * size([left[axis] for axis in contracted])
 
 

@@ -1,0 +1,198 @@
+"""Ragged matmuls in 8 bits: rows of tokens times the kernels of their experts.
+
+As `policy.eight_bits.scaled_matmul`, with a scale for each row of the tokens and for each expert
+and column of the kernels. The cotangent has one for each row where the gradient of the tokens is
+computed, and one for each expert and column, of that expert's rows alone, where the kernels' is.
+
+Rows that belong to no group may hold anything: no scale and no sum reads them. Their results and
+their gradients are zeros, as those of `jax.lax.ragged_dot` on a CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from policy.core.arrays import alike_varying
+from policy.core.dtypes import ScaledMatmul
+from policy.eight_bits.quantisation import (
+    Quantised,
+    ScaledOperation,
+    in_8_bits,
+    largest_magnitude,
+    quantise,
+    quantise_by,
+    quantise_for,
+    warn_if_emulated,
+)
+from policy.programs.dtypes import explicit_sharding
+
+
+def _numbers(contracted: Any, groups: tuple[int, ...]) -> lax.RaggedDotDimensionNumbers:
+    return lax.RaggedDotDimensionNumbers((contracted, ((), ())), (0,), groups)
+
+
+_FORWARD = _numbers(((1,), (1,)), (0,))  # (T, K) x (E, K, N) -> (T, N)
+_OF_ROWS = _numbers(((1,), (2,)), (0,))  # (T, N) x (E, K, N) -> (T, K)
+_OF_KERNELS = _numbers(((0,), (0,)), ())  # (T, K) x (T, N) -> (E, K, N)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ragged(ScaledOperation):
+    """A ragged matmul of rows, (T, K), and kernels, (E, K, N): T tokens, E experts.
+
+    Attributes:
+      dtype: that the result is rounded to.
+      rows: T.
+      sizes: the rows of each expert, (E,).
+    """
+
+    dtype: np.dtype
+    rows: int
+    sizes: Any = None
+
+    def given(self, arrays: tuple[Array, ...]) -> _Ragged:
+        return dataclasses.replace(self, sizes=arrays[0])
+
+    def product(self, lhs: Array, rhs: Array) -> Array:
+        return self._masked(self._multiplied(lhs, rhs, _FORWARD, self.dtype))
+
+    def beside_result(self, scale: Array, side: int) -> Array:
+        return self._of_rows(lax.squeeze(scale, (1,))) if side else scale
+
+    def summed_for(self, side: int) -> tuple[int, ...]:
+        return (1 - side,)
+
+    def quantised(self, side: int, cotangent: Array) -> Quantised:
+        cotangent = self._masked(cotangent)
+        if side == 0:
+            return super().quantised(side, cotangent)
+        if self.by.scaling == "tensor":
+            coded = super().quantised(side, cotangent)
+        else:
+            largest = largest_magnitude(cotangent, self._largest_of_experts)
+            coded = quantise_by(cotangent, largest, self.gradients, self._of_rows)
+        return Quantised(coded.codes, lax.expand_dims(coded.scale, (1,)))
+
+    def gradient(
+        self, side: int, cotangent: Array, other: Array, scale: Array | None, dtype: DTypeLike
+    ) -> Array:
+        operands = (other, cotangent) if side else (cotangent, other)
+        numbers = _OF_KERNELS if side else _OF_ROWS
+        if scale is None:
+            out = dtype if dtype == other.dtype else jnp.float32
+            return lax.ragged_dot_general(
+                *operands, self.sizes, numbers, preferred_element_type=out
+            )
+        product = self._multiplied(*operands, numbers, dtype) * scale
+        return product if side else self._masked(product)
+
+    def _multiplied(
+        self, lhs: Array, rhs: Array, numbers: lax.RaggedDotDimensionNumbers, dtype: DTypeLike
+    ) -> Array:
+        """Returns the float32 product of codes and codes, of a gradient or result of `dtype`."""
+        accumulation = self.accumulation(lhs.dtype, dtype)
+        product = lax.ragged_dot_general(lhs, rhs, self.sizes, numbers, **accumulation)
+        return product.astype(jnp.float32)
+
+    def _of_rows(self, scales: Array) -> Array:
+        """Returns the scales of rows, (T, N), from those of their experts, (E, N)."""
+        if self.by.scaling == "tensor":
+            return scales
+        experts = _experts(self.sizes, self.rows)
+        return jnp.take(scales, experts, axis=0, mode="fill", fill_value=1)
+
+    def _largest_of_experts(self, bits: Array) -> Array:
+        """Returns the largest of integers that are not negative, (E, N), from rows, (T, N)."""
+        experts = _experts(self.sizes, self.rows)
+        found = jax.ops.segment_max(bits, experts, self.sizes.size, indices_are_sorted=True)
+        return jnp.maximum(found, 0)  # of an expert without rows
+
+    def _masked(self, rows: Array) -> Array:
+        return _masked(rows, self.sizes)
+
+
+def scaled_ragged_dot_general(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    numbers: lax.RaggedDotDimensionNumbers,
+    by: ScaledMatmul,
+    *,
+    dtype: DTypeLike = jnp.float32,
+) -> Array:
+    """Multiplies rows by the kernels of their groups in 8 bits, and returns the accumulator,
+    rescaled.
+
+    Backward multiplies in 8 bits too. Its residuals are the codes and the scales of the operands.
+    Gradients have the dtypes of the operands.
+
+    Args:
+      lhs: floating rows, one axis of which is ragged and all others contracted.
+      rhs: floating kernels, the weight, with an axis of groups.
+      group_sizes: integers, (E,).
+      numbers: as of `jax.lax.ragged_dot_general`, of a matmul that `may_run_in_8_bits`.
+      by: the dtypes and scales.
+      dtype: of the result, which is rounded to it once.
+
+    Returns:
+      (T, ...) with the free axes of `rhs`. Rows that belong to no group are zeros.
+
+    Raises:
+      NotImplementedError: the gradient is differentiated again, or forward mode is evaluated.
+    """
+    warn_if_emulated(by)
+    group_sizes = group_sizes.astype(jnp.int32)
+    (left, right), _ = numbers.dot_dimension_numbers
+    (group,) = numbers.rhs_group_dimensions
+    free = [axis for axis in range(rhs.ndim) if axis != group and axis not in right]
+    shape = [rhs.shape[axis] for axis in free]
+    tokens, experts = lhs.shape[numbers.lhs_ragged_dimensions[0]], rhs.shape[group]
+    lhs = jnp.transpose(lhs, (*numbers.lhs_ragged_dimensions, *left)).reshape(tokens, -1)
+    rhs = jnp.transpose(rhs, (group, *right, *free)).reshape(experts, lhs.shape[1], -1)
+    codes = [
+        quantise(_masked(lax.stop_gradient(lhs), group_sizes), (1,), by.operands, by.scaling),
+        quantise_for(rhs, (1,), by),
+    ]
+    ragged = _Ragged(by, 1, by.gradients, jnp.dtype(dtype), tokens)
+    lhs, rhs = alike_varying(lhs, rhs)
+    result = in_8_bits(ragged, lhs, rhs, *codes, group_sizes)
+    return result.astype(dtype).reshape(tokens, *shape)
+
+
+def may_run_in_8_bits(
+    lhs: Array, rhs: Array, group_sizes: Array, params: Mapping[str, Any]
+) -> bool:
+    """Returns whether `scaled_ragged_dot_general` takes a ragged matmul: one whose groups are of
+    rows, without axes of a batch and, on a mesh, without explicit axes.
+
+    Args:
+      params: of the primitive.
+    """
+    numbers = params["ragged_dot_dimension_numbers"]
+    (contracted, _), (batch, _) = numbers.dot_dimension_numbers
+    is_of_rows = len(numbers.rhs_group_dimensions) == 1 and lhs.ndim == 1 + len(contracted)
+    is_placed = params["out_sharding"] is not None or any(
+        map(explicit_sharding, map(jax.typeof, (lhs, rhs)))
+    )
+    is_plain = params["group_offset"] is None and group_sizes.ndim == 1 and not batch
+    return is_of_rows and is_plain and not is_placed
+
+
+def _masked(rows: Array, sizes: Array) -> Array:
+    """Returns rows with zeros for those that belong to no group."""
+    is_read = jnp.arange(rows.shape[0], dtype=sizes.dtype) < jnp.sum(sizes)
+    return jnp.where(is_read[:, None], rows, 0)
+
+
+def _experts(sizes: Array, rows: int) -> Array:
+    """Returns the expert of each row; their number for rows that belong to none."""
+    is_after = jnp.arange(rows, dtype=sizes.dtype)[:, None] >= jnp.cumsum(sizes)[None]
+    return jnp.sum(is_after, axis=1, dtype=sizes.dtype)
