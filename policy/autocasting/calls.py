@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -95,7 +96,8 @@ def _key(evaluator: Evaluator, equation: Equation, values: Values) -> Hashable:
     where = evaluator.place_of(equation), path[:1], frozenset(evaluator.held_by(equation).items())
     params = tuple((name, id(value)) for name, value in sorted(equation.params.items()))
     constants = tuple((getattr(v.constant, "dtype", None), str(v.constant)) for v in values)
-    known = tuple((jax.typeof(v.array), v.yields, v.narrows, v.weak, v.is_table) for v in values)
+    facts = operator.attrgetter("yields", "narrows", "weak", "is_table", "is_mask")
+    known = tuple((jax.typeof(value.array), facts(value)) for value in values)
     return equation.primitive, params, where, constants, known
 
 

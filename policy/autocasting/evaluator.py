@@ -93,7 +93,8 @@ class Evaluator(Interpreter[CastValue]):
         dtype = getattr(literal.aval, "dtype", None)
         number = literal.val if dtype is None else np.asarray(literal.val, dtype)
         is_number = np.ndim(number) == 0 and float_dtype(number) is not None
-        return CastValue(number, yields=True, constant=number[()] if is_number else None)
+        constant = number[()] if is_number else None
+        return CastValue(number, yields=True, constant=constant, is_mask=True)
 
     def arrays(self, value: CastValue) -> tuple[Any]:
         return (value.array,)

@@ -36,7 +36,7 @@ def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Val
     if len(stored) == 1 and place.matmul is None and equation.primitive.name == "dot_general":
         return str(dtype), [_of_codes(params, values, stored[0], dtype)]
     arrays = [value.as_dtype(dtype) if value.is_float else value.array for value in values]
-    weights = [side for side, value in enumerate(values[:2]) if value.yields]
+    weights = [i for i, value in enumerate(values[:2]) if value.yields and not value.is_mask]
     by = place.matmul if len(weights) == 1 else None
     if by is not None and _may_be_scaled(equation, arrays, weights[0]):
         product = _scaled(equation, arrays, by, weights[0], dtype)

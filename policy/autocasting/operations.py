@@ -72,6 +72,9 @@ class CastOperation:
         """Returns the treatment, as reports name it, and the outputs."""
         floats, half = self.floats, self.place.compute
         done, outputs = self._treatment()()
+        is_mask = all(value.is_mask for value in floats)
+        for output in outputs:
+            output.is_mask = is_mask
         if self.narrows and makes_table(floats, half):
             for output in outputs:
                 output.is_table = True

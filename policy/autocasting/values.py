@@ -43,6 +43,7 @@ class CastValue:
       transposed: the value that this one is a transposition of, and its axes.
       is_shared: whether it is a half-precision param that several operations read, in float32.
       codes: what it was widened from, of a parameter that is stored in 8 or 4 bits.
+      is_mask: whether it is made of numbers, bools and integers alone, as a one-hot array.
     """
 
     array: Any
@@ -56,6 +57,7 @@ class CastValue:
     is_table: bool = False
     is_shared: bool = False
     codes: QuantizedArray | None = None
+    is_mask: bool = False
 
     @property
     def dtype(self) -> Any:

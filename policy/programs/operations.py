@@ -41,9 +41,10 @@ def sums(equation: Equation) -> bool:
 
 def operands_of(equation: Equation) -> tuple[str, ...]:
     """Returns the dtypes of the inexact operands of an equation, or of all if none is inexact; of
-    attention in one kernel those of queries, keys and values.
+    attention in one kernel those of queries, keys and values, of a ragged matmul not its sizes.
     """
-    multiplied = 3 if equation.primitive.name in primitives.ATTENTIONS else None
+    name = equation.primitive.name
+    multiplied = 3 if name in primitives.ATTENTIONS else 2 if name in primitives.MATMULS else None
     dtypes = [dtype for atom in equation.invars[:multiplied] if (dtype := dtype_name_of(atom))]
     numbers = [dtype for dtype in dtypes if is_inexact_name(dtype)]
     return tuple(numbers or dtypes)

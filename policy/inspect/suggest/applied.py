@@ -242,13 +242,13 @@ def _evidence(
 def _states(
     trial: Trial, scaled: ScaledDots, in_float32: Collection[Path], in_8_bits: Collection[int]
 ) -> dict[Path, PathState]:
-    """Returns the state of each path, with some layers in 8 bits. Convolutions are kept out."""
+    """Returns the state of each path, with some layers in 8 bits. Only plain matmuls can be."""
     kept = {path for i, path in enumerate(scaled.layers) if i not in in_8_bits}
     states: dict[Path, PathState] = dict.fromkeys(trial.paths, "8 bits")
     for path in trial.paths:
         if path in in_float32:
             states[path] = "float32"
-        elif path in kept | scaled.convolutions:
+        elif path in kept | scaled.kept_out:
             states[path] = "half"
     return states
 

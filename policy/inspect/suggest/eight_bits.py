@@ -20,12 +20,11 @@ from policy.programs.dtypes import is_eight_bits
 from policy.programs.jaxprs import Equation
 from policy.programs.operations import flops_of, size
 from policy.programs.paths import Path
-from policy.programs.primitives import CONVOLUTIONS
+from policy.programs.primitives import CONVOLUTIONS, MATMULS
 from policy.programs.reading.graph import Graph, Node
 from policy.programs.reading.matmul_operands import (
     COTANGENT,
     dependences,
-    is_eight_bit_matmul,
     weight_matmuls,
 )
 from policy.programs.reading.walk import Site, walk
@@ -36,6 +35,7 @@ SMALLEST = 2048
 more cycles on every chip of the table in docs/eight_bits.md (`benchmarks/accel/eight_bits.py`).
 """
 Why = Literal["", "budget", "too small to gain", "in float32"]
+_MATMUL = "dot_general"
 _Axes = tuple[Sequence[int], Sequence[int]]
 
 
@@ -143,14 +143,14 @@ class ScaledDots:
       cotangents: for each matmul, by its equation's `id`, the operand that is the cotangent: 0 is
         the left one; None forward.
       total: the FLOPs of all matmuls of the program.
-      convolutions: the paths of convolutions that would run in 8 bits, which are kept out.
+      kept_out: the paths of convolutions and ragged matmuls that would run in 8 bits.
     """
 
     by: ScaledMatmul
     layers: Mapping[Path, ScaledLayer]
     cotangents: Mapping[int, int | None]
     total: int
-    convolutions: frozenset[Path]
+    kept_out: frozenset[Path]
 
     def product(self, equation: Equation, arrays: Sequence[Any]) -> Any:
         """Returns the product of float32 arrays as 8 bits give it, in float32."""
@@ -214,11 +214,10 @@ def scaled_of(
     Raises:
       ValueError: there are none.
     """
-    eight = list(walk(call.under(policy.replace(matmul=by), None, program.route).jaxpr))
+    program_in_8_bits = call.under(policy.replace(matmul=by), None, program.route).jaxpr
+    eight = [site for site in walk(program_in_8_bits) if _multiplies_codes(site.equation)]
     runs = {
-        _key(site, reached_path(_path(site), modules))
-        for site in eight
-        if is_eight_bit_matmul(site.equation)
+        _key(site, reached_path(_path(site), modules)) for site in eight if site.name == _MATMUL
     }
     graph, params = Graph(program.jaxpr), call.differentiated()
     lost = lost_prefixes(_path(node.site) for node in graph.nodes)
@@ -229,7 +228,7 @@ def scaled_of(
         node, site = one.node, one.node.site
         own = _path(site)
         path, whole = (reached_path(p, modules) for p in (own, lost.get(own, own)))
-        is_plain = node.name == "dot_general" and len(node.inputs) == 2
+        is_plain = node.name == _MATMUL and len(node.inputs) == 2
         is_kept = one.weight is None and by.weight_gradient == "compute"
         if not is_plain or is_kept or runs.isdisjoint({_key(site, path), _key(site, whole)}):
             continue
@@ -245,15 +244,17 @@ def scaled_of(
             f"m={by.text} applies to matmuls of a parameter inside a module, and this call has "
             "none. params= selects the arguments that are parameters."
         )
-    dots = [site for site in walk(program.jaxpr) if site.name == "dot_general"]
+    dots = [site for site in walk(program.jaxpr) if site.name in MATMULS - CONVOLUTIONS]
     total = sum(flops_of(site.equation) * site.count for site in dots)
-    convolutions = [site for site in eight if site.name in CONVOLUTIONS]
-    kept_out = frozenset(
-        reached_path(_path(site), modules)
-        for site in convolutions
-        if is_eight_bits(site.equation.invars[1].aval.dtype)
-    )
+    others = (site for site in eight if site.name != _MATMUL)
+    kept_out = frozenset(reached_path(_path(site), modules) for site in others)
     return ScaledDots(by, named, cotangents, total, kept_out)
+
+
+def _multiplies_codes(equation: Equation) -> bool:
+    name, operands = equation.primitive.name, equation.invars[:2]
+    checked = operands[1:] if name in CONVOLUTIONS else operands
+    return name in MATMULS and all(is_eight_bits(atom.aval.dtype) for atom in checked)
 
 
 def _measure(layer: ScaledLayer, node: Node, weight: int) -> None:

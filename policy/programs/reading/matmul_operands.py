@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from policy.programs import primitives
 from policy.programs.dtypes import is_eight_bits, is_inexact_name
-from policy.programs.jaxprs import Equation, equations_within, opened
+from policy.programs.jaxprs import equations_within, opened
 from policy.programs.operations import kind_of
 from policy.programs.paths import Path
 from policy.programs.reading.graph import Graph, Node, Value, is_joint, readers_past
@@ -229,10 +229,3 @@ def _inner(graph: Graph) -> Iterator[CastPlace]:
             products.update(map(id, node.outputs))
         else:
             yield place_of_site(node.site)
-
-
-def is_eight_bit_matmul(equation: Equation) -> bool:
-    """Returns whether an equation multiplies matrices of 8-bit codes."""
-    dtypes = [getattr(atom.aval, "dtype", None) for atom in equation.invars[:2]]
-    is_dot = equation.primitive.name in primitives.DOTS and len(dtypes) == 2
-    return is_dot and all(map(is_eight_bits, dtypes))

@@ -321,9 +321,7 @@ def keeps(equation: Equation, dtype: DTypeLike) -> bool:
 def _highest(equation: Equation) -> Any:
     """Returns the precision of full float32, as GPUs and TPUs multiply in fewer bits by default."""
     is_float = any(jnp.issubdtype(dtype, jnp.floating) for dtype in map(dtype_of, equation.invars))
-    precision = equation.params.get("precision")
-    takes_pair = equation.primitive.name != "ragged_dot_general" or precision
-    return _HIGHEST if is_float and takes_pair else precision
+    return _HIGHEST if is_float else equation.params.get("precision")
 
 
 def _wide_param(value: Any) -> Any:

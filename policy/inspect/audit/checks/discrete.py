@@ -20,6 +20,7 @@ from policy.inspect.audit.flow import (
     interval_of,
     is_constant,
     is_cotangent,
+    is_matmul,
     is_narrow,
     is_selection,
     is_sixteen_bits,
@@ -32,7 +33,8 @@ from policy.inspect.audit.flow import (
 )
 from policy.programs import primitives as ops
 from policy.programs.operations import size
-from policy.programs.reading.graph import Node, Value, is_joint
+from policy.programs.paths import spelled
+from policy.programs.reading.graph import Node, Value, is_joint, readers_past
 
 # --------------------------------------------------------------------------------------------------
 # Constants
@@ -176,7 +178,9 @@ _MIXES = ops.MOVES_DATA | ops.ADDITIONS | ops.PRODUCTS | ops.MINMAX
 _SHIFTS = _MIXES | ops.SIGN_CHANGES | {"select_n"}
 _SCALES_A_DRAW = _MIXES | ops.CASTS
 _RANKS_A_DRAW = (_SCALES_A_DRAW - ops.ADDITIONS) | ops.SIGN_CHANGES | ops.STEEP
+_SCORES = _SHIFTS | ops.CASTS | ops.REDUCTIONS | {"exp", "logistic", "stop_gradient", "tanh"}
 _MOST_STEPS = 32  # from a comparison back to the bits of a draw
+_MOST_SCORES = 128  # values between a choice and the matmul of its logits
 _WORST = 0.1  # the relative error of a probability
 
 
@@ -343,7 +347,9 @@ def _size(node: Node, axes: tuple[int, ...]) -> int:
 
 
 def rounded_choices(flow: Flow) -> Iterator[Finding]:
-    """Yields choices of the largest among numbers that were rounded to half precision before."""
+    """Yields choices of the largest among numbers that were rounded to half precision before, and
+    those of routers among numbers that were computed from rounded ones in float32.
+    """
     for node in flow.operations:
         is_order = node.name == "sort" and len(node.outputs) < 2  # of numbers: chooses nothing
         if node.name not in ops.CHOOSES or is_order or not node.outputs:
@@ -355,6 +361,16 @@ def rounded_choices(flow: Flow) -> Iterator[Finding]:
                 "equal there, and the first of them is taken. Choose in the dtype before the cast."
             )
             yield finding(CHOICE, node, message, (cast.inputs[0].dtype, dtype))
+        elif (made := _rounded_logits(node.inputs[0])) is not None and _routes(node):
+            dtype = made.out.dtype if narrows(made) else made.inputs[0].dtype
+            where = spelled(made.site.path)
+            message = (
+                f"{node.name} chooses the rows of matmuls, as a router does, by numbers that were "
+                f"rounded to {dtype}{f' in {where}' if where else ''}: those that are almost equal "
+                "change places. Compute them in float32: with a rule float32 for the module "
+                "(f32_inside rounds its output), or full_precision() around the line."
+            )
+            yield finding(CHOICE, node, message, (dtype, node.inputs[0].dtype))
 
 
 def _rounding(value: Value, is_alone: bool = True, depth: int = 8) -> Node | None:
@@ -380,6 +396,32 @@ def _rounding(value: Value, is_alone: bool = True, depth: int = 8) -> Node | Non
     is_alone = is_alone and sum(is_narrow(one.dtype) for one in arrays) == 1
     casts = (_rounding(one, is_alone, depth - 1) for one in arrays)
     return next((cast for cast in casts if cast is not None), None)
+
+
+def _rounded_logits(value: Value) -> Node | None:
+    """Returns the matmul in half precision, or the cast to it, that numbers were computed from by
+    such functions as a softmax, or None.
+    """
+
+    def operands(node: Node) -> list[Value]:
+        goes_on = node.name in _SCORES or is_joint(node)
+        return node.inputs if goes_on and not narrows(node) else []
+
+    def rounds(node: Node) -> bool:
+        multiplied = node.inputs[0].dtype if is_matmul(node) else ""
+        return narrows(node) or is_narrow(multiplied) or multiplied == "int8"
+
+    return next(filter(rounds, makers(value, operands, _MOST_SCORES)), None)
+
+
+def _routes(node: Node) -> bool:
+    """Returns whether matmuls of the same pass multiply what a choice's integers select."""
+
+    def passes(reader: Node) -> bool:
+        return reader.name != "carry" and not is_matmul(reader) and not is_cotangent(reader)
+
+    chosen = [value for value in node.outputs if not bits(value.dtype)]
+    return any(map(is_matmul, readers_past(chosen, passes)))
 
 
 # --------------------------------------------------------------------------------------------------

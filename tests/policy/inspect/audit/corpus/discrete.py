@@ -93,6 +93,16 @@ def _deep(x: Any) -> Any:
     return x
 
 
+def _wide(x: Any) -> Any:
+    return x.astype(F32)
+
+
+def _routed(x: Any, scores: Any, kernels: Any) -> Any:
+    _, experts = lax.top_k(scores, 2)
+    order, sizes = jnp.argsort(experts.ravel()), jnp.bincount(experts.ravel(), length=3)
+    return lax.ragged_dot(x[order // 2], kernels, sizes)
+
+
 def uniform(x, *args):
     return jax.random.uniform(KEY, x.shape, x.dtype, *args)
 
@@ -209,6 +219,15 @@ rounded-choice top_k(x=shape(4, 8), w=shape(8, 6), bias=shape(6))
     experts by rounded gates and a bias:
         lax.top_k(jax.nn.sigmoid(jnp.dot(x, w, preferred_element_type=F32)).astype(x.dtype) +
         bias, 2)[1]
+rounded-choice top_k(x=shape(4, 8), w=shape(8, 3), up=shape(3, 8, 5))
+    experts by gates in float32 of half logits: _routed(x, jax.nn.softmax(_wide(x @ w)), up)
+    experts by sigmoids and a bias: _routed(x, jax.nn.sigmoid(_wide(x @ w)) + jnp.arange(3.0), up)
+    experts by logits that are rounded between:
+        _routed(x, _wide(jnp.dot(_wide(x), _wide(w)).astype(BF16)), up)
+rounded-choice argmax(x=shape(4, 8), w=shape(8, 3), up=shape(3, 8, 5))
+    places in the buffers of experts:
+        jnp.einsum("td,te,edf->tf", x, jax.nn.one_hot(jnp.argmax(_wide(x @ w), -1), 3, dtype=BF16),
+        up)
 rounded-choice sort(x=LOGITS)
     the order of rounded scores: jnp.argsort(x.astype(BF16))
     the falling order of rounded scores: jnp.argsort(-x.astype(BF16))
@@ -225,6 +244,10 @@ clean(x=shape(4, 8), backward=False)
     the largest of half logits: lax.top_k(x, 2)
     the largest of half sums: jnp.argmax(x.sum(0))
     half logits that were float32 between: jnp.argmax(x.astype(F32) * 2, -1)
+    the best of half logits in float32: lax.top_k(jax.nn.softmax(_wide(x @ x.T)), 2)
+clean(x=shape(4, 8), w=shape(8, 3, dtype=F32), up=shape(3, 8, 5), backward=False)
+    experts by logits in float32:
+        _routed(x, jax.nn.softmax(jnp.dot(_wide(x), w, precision="highest")), up)
 clean(x=shape(4, 8), w=shape(8, 6, dtype=F32), b=shape(6, dtype=F32), backward=False)
     the largest of half logits with a stored bias:
         jnp.argmax(x @ w.astype(x.dtype) + b.astype(x.dtype), -1)
