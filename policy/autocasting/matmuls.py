@@ -144,8 +144,8 @@ def _scaled(
         options = {name: equation.params[name] for name in scaled_convolution.OPTIONS}
         return scaled_convolution.scaled_conv(arrays[0], arrays[1], by, **options)
     if equation.primitive.name == "ragged_dot_general":
-        numbers = equation.params["ragged_dot_dimension_numbers"]
-        return scaled_ragged.scaled_ragged_dot_general(*arrays, numbers, by, dtype=dtype)
+        (lhs, rhs, sizes), numbers = arrays, equation.params["ragged_dot_dimension_numbers"]
+        return scaled_ragged.scaled_ragged_dot_general(lhs, rhs, sizes, numbers, by, dtype=dtype)
     numbers, side = equation.params["dimension_numbers"], "rhs" if weight else "lhs"
     lhs, rhs = arrays
     return scaled_matmul.scaled_dot_general(lhs, rhs, numbers, by, weight=side, dtype=dtype)

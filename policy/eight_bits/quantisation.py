@@ -242,9 +242,8 @@ def in_8_bits(
     operation: ScaledOperation,
     lhs: Array,
     rhs: Array,
-    lhs_codes: Quantised,
-    rhs_codes: Quantised,
-    *arrays: Array,
+    codes: Sequence[Quantised],
+    arrays: tuple[Array, ...] = (),
 ) -> Array:
     """Runs an operation on the codes of two operands, and returns the accumulator, rescaled.
 
@@ -252,10 +251,10 @@ def in_8_bits(
     scales. The scale of an operand, which is along other axes there, is folded into the cotangent.
 
     Args:
-      *arrays: integers that the operation depends on.
+      arrays: integers that the operation depends on.
     """
     lhs, rhs = (in_reverse_mode(_NO_FORWARD_MODE, x) for x in (lhs, rhs))
-    return _in_8_bits(operation, lhs, rhs, lhs_codes, rhs_codes, arrays)
+    return _in_8_bits(operation, lhs, rhs, tuple(codes), arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -263,25 +262,25 @@ def _in_8_bits(
     operation: ScaledOperation,
     lhs: Array,
     rhs: Array,
-    lhs_codes: Quantised,
-    rhs_codes: Quantised,
+    codes: tuple[Quantised, ...],
     arrays: tuple[Array, ...],
 ) -> Array:
     del lhs, rhs
     operation = operation.given(arrays)
-    product = operation.product(lhs_codes.codes, rhs_codes.codes)
-    scales = [operation.beside_result(x.scale, i) for i, x in enumerate((lhs_codes, rhs_codes))]
+    product = operation.product(*(x.codes for x in codes))
+    scales = [operation.beside_result(x.scale, i) for i, x in enumerate(codes)]
     # The smaller scale comes first: the product of the codes and the scale of an operand of 1e37
     # overflows, though the result may be small.
     return product * jnp.minimum(*scales) * jnp.maximum(*scales)
 
 
-def _forward(operation: ScaledOperation, *operands: Any) -> tuple[Array, Any]:
-    operands, codes, arrays = operands[:2], operands[2:4], operands[4]
-    marks = tuple(map(_mark, operands))
+def _forward(
+    operation: ScaledOperation, lhs: Array, rhs: Array, codes: Any, arrays: Any
+) -> tuple[Array, Any]:
+    marks = _mark(lhs), _mark(rhs)
     keeps_input = operation.by.weight_gradient == "compute"
-    of_weight = operands[1 - operation.weight] if keeps_input else None
-    result = in_8_bits(operation, *operands, *codes, *arrays)
+    of_weight = (lhs, rhs)[1 - operation.weight] if keeps_input else None
+    result = in_8_bits(operation, lhs, rhs, codes, arrays)
     return result, (codes, of_weight, marks, arrays)
 
 
@@ -299,7 +298,7 @@ def _backward(operation: ScaledOperation, saved: Any, cotangent: Array) -> tuple
             given, other, scale = coded.codes, codes[1 - side].codes, coded.scale
         gradients.append(operation.gradient(side, given, other, scale, dtype))
     cast = (x.astype(mark.dtype) for x, mark in zip(gradients, marks, strict=True))
-    return *cast, None, None, None
+    return *cast, None, None
 
 
 _in_8_bits.defvjp(_forward, _backward)

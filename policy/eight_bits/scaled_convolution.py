@@ -117,7 +117,7 @@ def scaled_conv(
         quantise_for(x, _all_but(axis, x.ndim), by)
         for x, axis in zip((lhs, rhs), convolution.axes[0], strict=True)
     ]
-    return in_8_bits(convolution, lhs, rhs, *codes)
+    return in_8_bits(convolution, lhs, rhs, codes)
 
 
 def _hashable(value: Any) -> Any:

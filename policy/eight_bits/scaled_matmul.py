@@ -156,7 +156,7 @@ def scaled_dot_general(
         shardings=(explicit_sharding(jax.typeof(lhs)), explicit_sharding(jax.typeof(rhs))),
     )
     lhs, rhs = alike_varying(lhs, rhs)
-    return in_8_bits(matmul, lhs, rhs, *codes).astype(dtype)
+    return in_8_bits(matmul, lhs, rhs, codes).astype(dtype)
 
 
 def scaled_einsum(

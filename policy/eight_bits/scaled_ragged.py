@@ -163,7 +163,7 @@ def scaled_ragged_dot_general(
     ]
     ragged = _Ragged(by, 1, by.gradients, jnp.dtype(dtype), tokens)
     lhs, rhs = alike_varying(lhs, rhs)
-    result = in_8_bits(ragged, lhs, rhs, *codes, group_sizes)
+    result = in_8_bits(ragged, lhs, rhs, codes, (group_sizes,))
     return result.astype(dtype).reshape(tokens, *shape)
 
 

@@ -81,9 +81,7 @@ def nnx_model(nnx: Any, layer: Any, **options: Any) -> Any:
     return MoE(rngs=nnx.Rngs(0))
 
 
-def run_of(
-    way: str, policy: str | None, rules: Any = None, layer: Any = moe, **options: Any
-) -> Any:
+def run_of(way: str, policy: str, rules: Any = None, layer: Any = moe, **options: Any) -> Any:
     """Returns a pure function of parameters and inputs, and parameters."""
     if "linen" in way:
         model = linen_model(flax.linen if "port" in way else linen, layer, **options)
