@@ -211,7 +211,7 @@ def _chunk(
         logits = dot(lax.optimization_barrier(x), kernel, (((1,), (1 - options.axis,)), ((), ())))
         return _loss_and_slope(options, logits, labels, weight, bias)
 
-    part = functools.partial(in_slices, options, whole) if options.slices else whole
+    part: Any = functools.partial(in_slices, options, whole) if options.slices else whole
     if options.parts == 1:
         out = part(*jax.tree.map(lambda a: a[0], rows), kernel)
         losses, slope, of_bias = jax.tree.map(lambda a: a[None], out)
