@@ -18,6 +18,8 @@ from mpmodules.tracing.nnx_pure_calls import is_no_parameter, lowered
 from policy.grads.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from policy.optim.state import Layout
 from policy.programs.frameworks import FRAMEWORKS
+from policy.quantized.array import QuantizedArray
+from policy.quantized.packing import pack_params, unpack_params
 
 
 class _Flax:
@@ -33,13 +35,14 @@ class _Flax:
 
 
 def register() -> None:
-    """Makes Flax known to `policy`, and the classes in a `MixedPrecisionState` to Flax's
-    serialization.
+    """Makes Flax known to `policy`, and the classes in a `MixedPrecisionState` and parameters in 8
+    and 4 bits to Flax's serialization.
     """
     FRAMEWORKS.append(_Flax())
     make_known = functools.partial(serialization.register_serialization_state, override=True)
     make_known(DynamicLossScale, _loss_scale_to, _loss_scale_from)
     make_known(Layout, _layout_to, _layout_from)
+    make_known(QuantizedArray, pack_params, lambda target, state: unpack_params(state, target))
     for fixed in (NoOpLossScale, StaticLossScale):
         make_known(fixed, lambda _: {}, _the_target)
 

@@ -41,6 +41,7 @@ from policy.core.rules import PolicyRules
 from policy.inspect.monitor.monitor import monitor
 from policy.inspect.monitor.snapshot import Snapshot
 from policy.quantized.array import QuantizedArray
+from policy.quantized.packing import pack_params, unpack_params
 from policy.quantized.params import (
     dequantize_params,
     merge_frozen,
@@ -96,6 +97,7 @@ __all__ = [
     "monitor",
     "optim",
     "output_dtype",
+    "pack_params",
     "param_dtype",
     "quantize_params",
     "reduction_dtype",
@@ -106,6 +108,7 @@ __all__ = [
     "split_frozen",
     "suggest",
     "testing",
+    "unpack_params",
     "use_policy",
     "value_and_grad",
 ]

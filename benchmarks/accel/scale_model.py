@@ -129,8 +129,10 @@ def causal(nn: Any) -> Callable[..., jax.Array]:
 
 
 @functools.cache
-def decoder_of(nn: Any) -> Any:
-    """Returns the decoder's class over `flax.linen` or `mpmodules.linen`."""
+def block_of(nn: Any) -> Any:
+    """Returns the class of a block over `flax.linen` or `mpmodules.linen`, or a namespace that has
+    the names of one.
+    """
     attend = causal(nn)
 
     class Block(nn.Module):
@@ -155,6 +157,14 @@ def decoder_of(nn: Any) -> Any:
             gate = checkpoint_name(dense(size.mlp_width, name="gate")(h), "gate")
             h = nn.silu(gate) * dense(size.mlp_width, name="up")(h)
             return split(x + dense(size.width, name="down")(h)), None
+
+    return Block
+
+
+@functools.cache
+def decoder_of(nn: Any) -> Any:
+    """Returns the decoder's class over what `block_of` takes."""
+    Block = block_of(nn)
 
     class Decoder(nn.Module):
         """(B, T) tokens -> (B, T, vocabulary) logits. `remat` is the checkpoint policy of a layer;

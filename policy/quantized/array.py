@@ -63,7 +63,7 @@ class Layout:
     def numbers(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Returns the array in the shape of its codes: each number is rounded once."""
         scale = jnp.expand_dims(scales.astype(jnp.float32), self.shared)
-        return (numbers(codes, self.name) * scale).astype(self.dtype)
+        return (numbers(codes, self.name, self.dtype) * scale).astype(self.dtype)
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from policy.core.param_formats import KINDS
@@ -42,21 +43,37 @@ def quantised(x: Array, name: str, axis: int, scale_dtype: DTypeLike) -> tuple[A
     return codes.astype(kind.dtype), jnp.squeeze(scale, axis)
 
 
-def numbers(codes: Array, name: str) -> Array:
-    """Returns the float32 numbers that codes stand for, before they are scaled."""
+def numbers(codes: Array, name: str, dtype: DTypeLike = jnp.float32) -> Array:
+    """Returns the float32 numbers that codes stand for, before they are scaled.
+
+    Args:
+      codes: the codes.
+      name: one of `KINDS`.
+      dtype: that the scaled numbers are rounded to. In bfloat16 those of a table are rounded to it
+        before they are scaled, too, which takes half the selections.
+    """
     table = KINDS[name].table
-    return codes.astype(jnp.float32) if table is None else _looked_up(codes, table)
+    return codes.astype(jnp.float32) if table is None else _looked_up(codes, table, dtype)
 
 
-def _looked_up(codes: Array, table: tuple[float, ...]) -> Array:
+def _looked_up(codes: Array, table: tuple[float, ...], dtype: DTypeLike) -> Array:
     """Returns the numbers of 4-bit codes, by their bits: XLA fuses selections into a matmul, but
     no lookup.
     """
     bits = codes.astype(jnp.int32)
-    found: list[Any] = [np.float32(number) for number in table]
-    for bit in range(4):
-        is_set = (bits >> bit) & 1 == 1
-        found = [
-            jnp.where(is_set, high, low) for low, high in zip(found[::2], found[1::2], strict=True)
-        ]
-    return found[0]
+    is_set = [bits & (1 << bit) != 0 for bit in range(4)]
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return _selected([np.float32(number) for number in table], is_set)
+    # A word of 32 bits has two neighbours of the table; the upper half is a float32 number.
+    halves = np.asarray(table, jnp.bfloat16).view(np.uint16).astype(np.uint32)
+    word = _selected(list((halves[::2] | halves[1::2] << 16).view(np.int32)), is_set[1:])
+    upper = jnp.where(is_set[0], word, word << 16) & np.int32(-(1 << 16))
+    return lax.bitcast_convert_type(upper, jnp.float32)
+
+
+def _selected(numbers: list[Any], is_set: list[Array]) -> Any:
+    """Returns the number whose index has the bits, the lowest first."""
+    for chosen in is_set:
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
+        numbers = [jnp.where(chosen, high, low) for low, high in pairs]
+    return numbers[0]

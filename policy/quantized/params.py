@@ -19,11 +19,13 @@ from policy.core.rules import PolicyRules, RulesLike, as_rules
 from policy.programs.paths import joined
 from policy.quantized.array import QuantizedArray
 
-NOT_QUANTISED = ("bias", "scale", "mean", "var", "lora_a", "lora_b", "alpha")
-"""Names of parameters that stay as they are: no matmul contracts them, or they are adapters."""
+NOT_QUANTISED = ("bias", "scale", "mean", "var", "alpha")
+"""Names of parameters that stay as they are: no matmul contracts them."""
 
-_OF_ATTENTION = ("query", "key", "value")
+ADAPTERS = ("lora_a", "lora_b")
+"""Names of adapters, or of the layers that they are the kernels of, which stay as they are."""
 
+_OF_ATTENTION = {"query", "key", "value"}
 
 _SHORTEST = 16  # fewer numbers than that would not pay for a scale
 
@@ -45,12 +47,12 @@ def axis_of(
       shape: of the parameter.
       format: that it is to have.
     """
-    if len(shape) < 2 or names[-1] in NOT_QUANTISED:
+    if len(shape) < 2 or names[-1] in NOT_QUANTISED or set(ADAPTERS) & {*names[-2:]}:
         return None
     axis = -2
     if names[-1] == "embedding":
         axis = -1 if format.block is None else -2
-    elif len(shape) > 2 and len(names) > 1 and names[-2] in _OF_ATTENTION:
+    elif len(shape) > 2 and _OF_ATTENTION & {*names[-3:-1]}:  # such as query/base_module/kernel
         axis = -3
     return None if shape[axis] < (format.block or _SHORTEST) else axis
 
@@ -172,7 +174,9 @@ def quantised_param(
 ) -> QuantizedArray:
     """Returns a parameter as codes, or raises ValueError with its path."""
     is_known = not isinstance(array, (jax.core.Tracer, jax.ShapeDtypeStruct))
-    if is_known and not bool(jnp.isfinite(array).all()):
+    with jax.ensure_compile_time_eval():  # of an array that a traced function closes over, too
+        is_finite = not is_known or bool(jnp.isfinite(array).all())
+    if not is_finite:
         raise ValueError(
             f"Parameter '{path}' holds numbers that are not finite, which no scale can hold. "
             "Exclude it by a rule, such as {'" + path.rpartition("/")[0] + "': 'bfloat16'}."
@@ -223,8 +227,9 @@ def dequantize_params(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.widened() if is_quantized(x) else x, tree, is_leaf=is_quantized)
 
 
-def split_frozen(params: Any) -> tuple[Any, Any]:
-    """Divides parameters into trainable and frozen ones, the quantised.
+def split_frozen(params: Any, trains: Callable[[str], bool] | None = None) -> tuple[Any, Any]:
+    """Divides parameters into trainable and frozen ones: the quantised, and those that `trains`
+    leaves out.
 
     Both trees have None in place of what the other has, so that `jax.grad` and optax take the first
     one as it is.
@@ -240,15 +245,19 @@ def split_frozen(params: Any) -> tuple[Any, Any]:
 
     Args:
       params: a tree of parameters.
+      trains: returns whether a parameter is to be trained, given its path, such as
+        ``lambda path: "lora" in path``. None: all but the quantised.
 
     Returns:
       The trainable parameters and the frozen ones; `merge_frozen` puts them together.
     """
 
     def part(keeps_frozen: bool) -> Any:
-        return jax.tree.map(
-            lambda x: x if is_quantized(x) == keeps_frozen else None, params, is_leaf=is_quantized
-        )
+        def kept(path: Any, x: Any) -> Any:
+            is_frozen = is_quantized(x) or not (trains is None or trains(path_name(path)))
+            return x if is_frozen == keeps_frozen else None
+
+        return jax.tree_util.tree_map_with_path(kept, params, is_leaf=is_quantized)
 
     return part(False), part(True)
 

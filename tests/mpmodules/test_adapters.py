@@ -1,0 +1,160 @@
+"""Adapters over frozen weights in 8 and 4 bits: gradients, steps, memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import policy
+from mpmodules import linen as nn
+from mpmodules import nnx, use_policy
+
+HELD = "params=nf4,compute={},output=float32"
+WIDTH, RANK = 64, 4
+x = jax.random.normal(jax.random.key(1), (8, WIDTH))
+wanted = jax.random.normal(jax.random.key(2), (8, WIDTH))
+
+
+class LoRADense(nn.Module):
+    features: int = WIDTH
+
+    @nn.compact
+    def __call__(self, x):
+        down = nn.Dense(RANK, use_bias=False, name="lora_a")(x)
+        up = nn.Dense(self.features, use_bias=False, name="lora_b")(down)
+        return nn.Dense(self.features, name="base")(x) + up
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.relu(LoRADense(name="dense")(nn.LayerNorm()(x))), None
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.LoRA(
+            WIDTH, RANK, WIDTH, base_module=nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs
+        )
+        self.down = nnx.LoRALinear(WIDTH, WIDTH, lora_rank=RANK, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def loss_of(model):
+    return jnp.mean(jnp.square(model(x) - wanted).astype(jnp.float32))
+
+
+def test_gradients_of_adapters_are_those_over_the_widened_base():
+    model = nn.Sequential([LoRADense(), nn.relu, LoRADense()])
+    held = HELD.format("float32")
+    params = policy.quantize_params(model.init(jax.random.key(0), x)["params"], held)
+    trained, frozen = policy.split_frozen(params, lambda path: "lora_" in path)
+
+    def gradients(frozen):
+        def loss_fn(trained):
+            whole = policy.merge_frozen(trained, frozen)
+            return loss_of(lambda x: model.apply({"params": whole}, x))
+
+        with use_policy(held):
+            return policy.value_and_grad(loss_fn)(trained)[1]
+
+    found, expected = gradients(frozen), gradients(policy.dequantize_params(frozen))
+    assert len(jax.tree.leaves(found)) == 4
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_nnx_trains_adapters_alone(stored):
+    adapter = f"params={stored},compute=bfloat16,output=float32"
+    rules = {"up": adapter, "down/lora": adapter, "up/base_module": HELD.format("bfloat16")}
+    model = nnx.apply_policy(Net(nnx.Rngs(0)), HELD.format("bfloat16"), rules)
+    kernels = [model.up.base_module.kernel, model.down.kernel]
+    assert all(isinstance(kernel, nnx.QuantizedParam) for kernel in kernels)
+    adapters = nnx.state(model, nnx.LoRAParam)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(adapters)} == {stored}
+    before = jax.tree.leaves([kernel.get_raw_value() for kernel in kernels])
+    tx = policy.mixed_precision(optax.adamw(1e-2), adapter)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+
+    @nnx.jit
+    def step(model, optimizer):
+        of_adapters = nnx.DiffState(0, nnx.LoRAParam)
+        loss, grads = nnx.value_and_grad(loss_of, argnums=of_adapters)(model)
+        optimizer.update(model, grads)
+        return loss, grads
+
+    losses = []
+    for _ in range(30):
+        loss, grads = step(model, optimizer)
+        losses.append(loss)
+    assert losses[-1] < 0.7 * losses[0]
+    assert len(jax.tree.leaves(grads)) == 4
+    masters = policy.master_params(nnx.state(model, nnx.LoRAParam), optimizer)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(masters)} == {"float32"}
+    after = jax.tree.leaves([kernel.get_raw_value() for kernel in kernels])
+    for one, other in zip(before, after, strict=True):
+        assert one.dtype == other.dtype and bool((one == other).all())
+
+
+@pytest.mark.parametrize("is_rematerialised", [False, True])
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_no_kernel_is_widened_for_backward_or_for_all_layers(is_scanned, is_rematerialised):
+    layers, held = 6, HELD.format("bfloat16")
+    block = nn.remat(Block, prevent_cse=not is_scanned) if is_rematerialised else Block
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            if is_scanned:
+                scanned = nn.scan(
+                    block, variable_axes={"params": 0}, split_rngs={"params": True}, length=layers
+                )
+                return scanned(name="layers")(x, None)[0]
+            for i in range(layers):
+                x, _ = block(name=f"block_{i}")(x)
+            return x
+
+    model = Stack()
+    params = policy.quantize_params(model.init(jax.random.key(0), x)["params"], held)
+    trained, frozen = policy.split_frozen(params, lambda path: "lora_" in path)
+    codes = [x for x in jax.tree.leaves(frozen, is_leaf=_is_codes) if _is_codes(x)]
+    assert sum(x.nbytes for x in codes) == layers * (WIDTH * WIDTH // 2 + 2 * WIDTH)
+
+    def loss_fn(trained, frozen):
+        whole = policy.merge_frozen(trained, frozen)
+        return loss_of(lambda x: model.apply({"params": whole}, x))
+
+    with use_policy(held):
+        saved = jax.eval_shape(lambda *args: jax.vjp(loss_fn, *args)[1], trained, frozen)
+        gradients = jax.jit(policy.value_and_grad(loss_fn))
+        text = gradients.lower(trained, frozen).compile().as_text()
+    is_wide = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.size >= WIDTH * WIDTH  # noqa: E731
+    assert not [x for x in jax.tree.leaves(saved) if is_wide(x)]
+    for shape in (f"[{layers},{WIDTH},{WIDTH}]", f"[{layers},1,{WIDTH},{WIDTH}]"):
+        assert f"f32{shape}" not in text and f"bf16{shape}" not in text
+
+
+def _is_codes(x):
+    return isinstance(x, policy.QuantizedArray)
+
+
+def test_merged_adapters_compute_what_they_did_beside_the_base():
+    held = HELD.format("float32")
+    model = nn.Sequential([LoRADense(), nn.relu, LoRADense()])
+    params = policy.quantize_params(model.init(jax.random.key(0), x)["params"], held)
+    wide = policy.dequantize_params(params)
+
+    def merged(layer):
+        kernel = layer["base"]["kernel"] + layer["lora_a"]["kernel"] @ layer["lora_b"]["kernel"]
+        return {"kernel": kernel, "bias": layer["base"]["bias"]}
+
+    whole = {name: merged(layer) for name, layer in wide.items()}
+    plain = nn.Sequential([nn.Dense(WIDTH), nn.relu, nn.Dense(WIDTH)])
+    y = plain.apply({"params": whole}, x)
+    np.testing.assert_allclose(y, model.apply({"params": wide}, x), atol=1e-5)
+    again = policy.quantize_params(whole, held)
+    assert again["layers_0"]["kernel"].format.text == "nf4:64"
