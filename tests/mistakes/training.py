@@ -282,6 +282,10 @@ MONITORS = {
             lambda: monitor(loss_fn)(0, P, X),
             lambda: monitor(sgd, params=1)(0, P, X),
         ],
+        "args[1] is donated … on_nonfinite=False": lambda: monitor(
+            lambda params, x: (*sgd(params, x), 2 * x),
+            jit=functools.partial(jax.jit, donate_argnums=1),
+        )(1, jax.tree.map(jnp.copy, P), jnp.copy(X)),
         "io_callback at training.py: … jax.pure_callback": lambda: monitor(asking)(0, P, X),
         "holds 2 steps of a scan: call records()": lambda: jax.lax.scan(
             lambda p, i: monitor(lambda p: jax.tree.map(jnp.negative, p))(i, p), P, jnp.arange(2)

@@ -73,12 +73,17 @@ def chosen_by_host(
       plain: a step that returns its result, and a `Finiteness` or None.
       watched: one that returns its result and its snapshot.
       every: steps from one snapshot to the next.
+
+    Raises:
+      ValueError: at the call: `plain` would not find arguments that it overwrites if it ran again.
     """
 
     def step(number: int, args: Any, kwargs: Any) -> tuple[Any, Snapshot]:
         is_due = number % every == 0
         if not is_due:
             result, found = plain(*args, **kwargs)
+            if found is not None:
+                _require_kept(args, kwargs, found)
             if found is None or found.is_finite:
                 return result, _not_taken(number)
             if found.kept:
@@ -88,6 +93,20 @@ def chosen_by_host(
         return result, dataclasses.replace(snapshot, step=np.int32(number), reason=reason)
 
     return step
+
+
+def _require_kept(args: Any, kwargs: Any, found: Finiteness) -> None:
+    """Raises unless a step returns all that it overwrites."""
+    kept = {argument for argument, _ in found.kept}
+    leaves = enumerate(jax.tree.leaves((args, kwargs)))
+    lost = [i for i, x in leaves if i not in kept and isinstance(x, jax.Array) and x.is_deleted()]
+    if lost:
+        path, _ = jax.tree.leaves_with_path((args, kwargs))[lost[0]]
+        name = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
+        raise ValueError(
+            f"A step that is not finite runs again, but {name} is donated, and the step does not "
+            "return it under the same key. Don't donate it, or give on_nonfinite=False."
+        )
 
 
 def _as_before(args: Any, kwargs: Any, result: Any, found: Finiteness) -> Any:
