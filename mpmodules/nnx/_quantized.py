@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import numpy as np
 from flax import nnx as flax_nnx
 
 from policy.core.arrays import is_quantized
 from policy.core.policy import Policy
 from policy.quantized.array import QuantizedArray
 from policy.quantized.params import axis_of, quantised_param
+
+_ARRAYS = (jax.Array, np.ndarray)  # while a model is printed, or abstract, it holds others
 
 
 class QuantizedParam(flax_nnx.Variable[Any]):
@@ -28,7 +32,7 @@ class QuantizedParam(flax_nnx.Variable[Any]):
     def get_value(self, **options: Any) -> Any:
         """Returns the array, or an index of it; arguments as in `flax.nnx.Variable.get_value`."""
         stored = self.get_raw_value()
-        if not isinstance(stored, QuantizedArray):
+        if not isinstance(stored, QuantizedArray) or not isinstance(stored.codes, _ARRAYS):
             return super().get_value(**options)
         widened, index = stored.widened(), options.get("index", ...)
         return widened if index is ... else widened[index]

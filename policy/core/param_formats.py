@@ -28,18 +28,21 @@ class _Kind:
       largest: the number that the largest magnitude of a block is scaled to.
       table: the numbers that the codes stand for; None of codes that are numbers themselves.
       block: the default number of codes with one scale, or None for all along the axis.
+      has_minimum: whether a block has its minimum beside its scale, which codes are counted from.
     """
 
     dtype: Any
     largest: float
     table: tuple[float, ...] | None = None
     block: int | None = None
+    has_minimum: bool = False
 
 
 KINDS = {
     "int8": _Kind(jnp.int8, 127),
     "float8": _Kind(jnp.float8_e4m3fn, 448),
     "int4": _Kind(jnp.int4, 7, block=32),
+    "uint4": _Kind(jnp.uint4, 15, block=32, has_minimum=True),
     "nf4": _Kind(jnp.uint4, 1, table=NF4, block=64),
 }
 _OF_DTYPE = {jnp.dtype(kind.dtype): name for name, kind in KINDS.items() if kind.table is None}
@@ -54,8 +57,8 @@ class ParamFormat:
     0.5625
 
     Attributes:
-      name: ``int8``, ``float8`` (e4m3fn), ``int4``, or ``nf4`` (16 quantiles of a normal
-        distribution).
+      name: ``int8``, ``float8`` (e4m3fn), ``int4``, ``uint4`` (counted from a block's minimum), or
+        ``nf4`` (16 quantiles of a normal distribution).
       block: the number of consecutive codes along the contracted axis that share a scale; None for
         one scale along the whole axis.
     """
@@ -71,8 +74,9 @@ class ParamFormat:
     @property
     def bytes_per_param(self) -> float:
         """Bytes of a parameter and its part of a bfloat16 scale, where blocks have a size."""
-        code = 1.0 if KINDS[self.name].dtype in (jnp.int8, jnp.float8_e4m3fn) else 0.5
-        return code if self.block is None else code + 2 / self.block
+        kind = KINDS[self.name]
+        code = 1.0 if kind.dtype in (jnp.int8, jnp.float8_e4m3fn) else 0.5
+        return code if self.block is None else code + (4 if kind.has_minimum else 2) / self.block
 
 
 def format_of(value: Any) -> ParamFormat | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax.typing import DTypeLike
 from policy.core.param_formats import KINDS, ParamFormat, format_of
 from policy.programs.jaxprs import Equation
 from policy.programs.marks import REGION
-from policy.quantized.codes import numbers, quantised
+from policy.quantized.codes import numbers, quantised, scaled
 
 _WIDENED = f"{REGION}widened_"
 
@@ -27,7 +28,8 @@ class Layout:
 
     In blocks, codes are (leading..., n / block, block, trailing), all trailing axes in one, which
     XLA widens inside of a matmul; otherwise they have the array's shape. Scales are codes without
-    the axis of the codes that share one. More leading axes may be added and taken away, as `vmap`
+    the axis of the codes that share one; where a block has a minimum, scale and minimum stand along
+    that axis. More leading axes may be added and taken away, as `vmap`
     and `scan` do.
 
     Attributes:
@@ -62,8 +64,8 @@ class Layout:
 
     def numbers(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Returns the array in the shape of its codes: each number is rounded once."""
-        scale = jnp.expand_dims(scales.astype(jnp.float32), self.shared)
-        return (numbers(codes, self.name, self.dtype) * scale).astype(self.dtype)
+        wide = scaled(numbers(codes, self.name, self.dtype), self.name, scales, self.shared)
+        return wide.astype(self.dtype)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -115,21 +117,65 @@ class QuantizedArray:
         Raises:
           ValueError: the axis is no multiple of the block, or the format is unknown.
         """
-        held, axis = _required(format), axis % array.ndim - array.ndim
-        size, trailing = array.shape[axis], tuple(array.shape[array.ndim + axis + 1 :])
-        if held.block is not None and size % held.block:
-            raise ValueError(
-                f"{held.text}: axis {axis} of an array of shape {tuple(array.shape)} is no "
-                f"multiple of {held.block}. Take another size of blocks, or exclude the array by a "
-                "rule."
-            )
-        layout = Layout(held.name, held.block is not None, trailing, jnp.dtype(array.dtype))
-        if held.block is not None:
-            leading = array.shape[: array.ndim + axis]
-            merged = (math.prod(trailing),) if trailing else ()
-            array = jnp.reshape(array, (*leading, size // held.block, held.block, *merged))
+        held = _required(format)
+        layout = _layout(array.shape, held, axis, array.dtype)
+        array = _in_blocks(array, layout, held.block)
         codes, scales = _quantised(array, held.name, layout.shared, jnp.dtype(scale_dtype))
         return cls(codes, scales, layout)
+
+    @classmethod
+    def of_codes(
+        cls,
+        codes: Any,
+        scales: Any,
+        format: ParamFormat | str,
+        *,
+        axis: int = -2,
+        minimums: Any = None,
+        dtype: DTypeLike = jnp.float32,
+    ) -> QuantizedArray:
+        """Stores codes and scales as they are, such as those of a published file.
+
+        >>> import numpy as np
+        >>> import policy
+        >>> codes, scales = np.full((64, 16), -8), np.full((2, 16), 0.5, np.float16)
+        >>> stored = policy.QuantizedArray.of_codes(codes, scales, "int4:32")
+        >>> stored, stored.scales.dtype, float(stored[0, 0])
+        (QuantizedArray('int4:32', (64, 16), float32), dtype('float16'), -4.0)
+
+        Args:
+          codes: in the array's shape: integers, or float8 numbers.
+          scales: floating, in the array's shape, but one for each block along `axis`.
+          format: as in `of`.
+          axis: as in `of`.
+          minimums: the numbers that ``uint4`` is counted from, in the dtype and shape of `scales`.
+          dtype: the floating dtype that the array is read in.
+
+        Raises:
+          ValueError: the axis is no multiple of the block, the shape of scales or minimums is
+            another, or minimums are missing or too many.
+        """
+        held = _required(format)
+        kind, layout = KINDS[held.name], _layout(codes.shape, held, axis, dtype)
+        if (minimums is None) == kind.has_minimum:
+            needed = "needs" if kind.has_minimum else "has no"
+            raise ValueError(f"{held.text} {needed} minimums, the numbers of the code 0.")
+        shape, axis = list(codes.shape), len(codes.shape) + layout.axis
+        shape[axis] = 1 if held.block is None else shape[axis] // held.block
+        for name, each in (("scales", scales), ("minimums", minimums)):
+            if each is not None and list(each.shape) != shape:
+                raise ValueError(
+                    f"{name} should be {tuple(shape)}, one for each block of {held.text} along "
+                    f"axis {axis} of codes of shape {tuple(codes.shape)}, but got "
+                    f"{tuple(each.shape)}."
+                )
+        parts = [jnp.asarray(each) for each in (scales, minimums) if each is not None]
+        one = 1 if layout.is_blocked else None
+        parts = [_in_blocks(each, layout, one) for each in parts]
+        stacked = jnp.concatenate(parts, layout.shared)
+        together = stacked if kind.has_minimum else jnp.squeeze(stacked, layout.shared)
+        codes = _in_blocks(jnp.asarray(codes, kind.dtype), layout, held.block)
+        return cls(codes, together, layout)
 
     def tree_flatten_with_keys(self) -> Any:
         keys = map(jax.tree_util.GetAttrKey, ("codes", "scales"))
@@ -239,6 +285,28 @@ def _required(value: ParamFormat | str) -> ParamFormat:
             "block after a colon, as in int4:32."
         )
     return held
+
+
+def _layout(shape: Sequence[int], format: ParamFormat, axis: int, dtype: DTypeLike) -> Layout:
+    axis = axis % len(shape)
+    if format.block is not None and shape[axis] % format.block:
+        raise ValueError(
+            f"{format.text}: axis {axis - len(shape)} of an array of shape {tuple(shape)} is no "
+            f"multiple of {format.block}. Take another size of blocks, or exclude the array by a "
+            "rule."
+        )
+    trailing = tuple(shape[axis + 1 :])
+    return Layout(format.name, format.block is not None, trailing, jnp.dtype(dtype))
+
+
+def _in_blocks(array: Any, layout: Layout, block: int | None) -> Any:
+    """Divides the quantised axis into blocks, and puts all trailing axes in one."""
+    if block is None:
+        return array
+    axis = array.ndim + layout.axis
+    merged = (math.prod(layout.trailing),) if layout.trailing else ()
+    shape = (*array.shape[:axis], array.shape[axis] // block, block, *merged)
+    return jnp.reshape(array, shape)
 
 
 _quantised = jax.jit(quantised, static_argnums=(1, 2, 3))

@@ -16,7 +16,8 @@ Array = jax.Array
 
 
 def quantised(x: Array, name: str, axis: int, scale_dtype: DTypeLike) -> tuple[Array, Array]:
-    """Returns the codes of numbers, and their scales, without `axis`.
+    """Returns the codes of numbers, and their scales: without `axis`, or for codes from a minimum,
+    with the scale and the minimum along it.
 
     Codes are those of the nearest numbers for the rounded scale.
 
@@ -27,9 +28,15 @@ def quantised(x: Array, name: str, axis: int, scale_dtype: DTypeLike) -> tuple[A
       scale_dtype: floating.
     """
     kind, wide = KINDS[name], x.astype(jnp.float32)
-    limits = jnp.finfo(scale_dtype)
-    amax = jnp.max(jnp.abs(wide), axis, keepdims=True)
-    scale = jnp.minimum(amax / kind.largest, float(limits.max)).astype(scale_dtype)
+    limit, lowest = float(jnp.finfo(scale_dtype).max), -kind.largest
+    if kind.has_minimum:
+        minimum = jnp.maximum(jnp.min(wide, axis, keepdims=True), -limit).astype(scale_dtype)
+        wide, lowest = wide - minimum.astype(jnp.float32), 0
+        amax = jnp.max(wide, axis, keepdims=True)
+    else:
+        minimum = None
+        amax = jnp.max(jnp.abs(wide), axis, keepdims=True)
+    scale = jnp.minimum(amax / kind.largest, limit).astype(scale_dtype)
     divisor = scale.astype(jnp.float32)
     unit = wide / jnp.where(divisor == 0, 1, divisor)
     if kind.table is not None:
@@ -38,9 +45,28 @@ def quantised(x: Array, name: str, axis: int, scale_dtype: DTypeLike) -> tuple[A
         codes = sum((unit > float(each)).astype(jnp.int32) for each in between)
         codes = jnp.asarray(codes)
     else:
-        unit = jnp.clip(unit, -kind.largest, kind.largest)
+        unit = jnp.clip(unit, lowest, kind.largest)
         codes = jnp.round(unit) if jnp.issubdtype(kind.dtype, jnp.integer) else unit
-    return codes.astype(kind.dtype), jnp.squeeze(scale, axis)
+    codes = codes.astype(kind.dtype)
+    if minimum is None:
+        return codes, jnp.squeeze(scale, axis)
+    return codes, jnp.concatenate([scale, minimum], axis)
+
+
+def scaled(x: Array, name: str, scales: Array, axis: int) -> Array:
+    """Returns the numbers of codes, as `numbers` returns them, with their scales.
+
+    Args:
+      x: float32.
+      name: one of `KINDS`.
+      scales: as `quantised` returns them.
+      axis: the numbers along it share a scale, counted from the end.
+    """
+    scales = scales.astype(jnp.float32)
+    if not KINDS[name].has_minimum:
+        return x * jnp.expand_dims(scales, axis)
+    scale, minimum = (lax.slice_in_dim(scales, i, i + 1, axis=axis) for i in (0, 1))
+    return x * scale + minimum
 
 
 def numbers(codes: Array, name: str, dtype: DTypeLike = jnp.float32) -> Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.core.arrays import is_floating, is_quantized, nnx_files, path_name
-from policy.core.param_formats import ParamFormat
+from policy.core.param_formats import KINDS, ParamFormat
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, RulesLike, as_rules
 from policy.programs.paths import joined
@@ -40,7 +40,7 @@ def axis_of(
 
     It is the last but one, which a matmul contracts; of the kernels (in, heads, features) of an
     attention's queries, keys and values the third from last; of a table of embeddings without
-    blocks the last, so that each row has a scale.
+    blocks, or with no whole number of them, the last, so that each row has its scales.
 
     Args:
       names: of the modules that lead to it, and its own.
@@ -51,7 +51,7 @@ def axis_of(
         return None
     axis = -2
     if names[-1] == "embedding":
-        axis = -1 if format.block is None else -2
+        axis = -2 if format.block and shape[-2] % format.block == 0 else -1
     elif len(shape) > 2 and _OF_ATTENTION & {*names[-3:-1]}:  # such as query/base_module/kernel
         axis = -3
     return None if shape[axis] < (format.block or _SHORTEST) else axis
@@ -202,7 +202,8 @@ def _in_boxes(box: Any, made: QuantizedArray, ndim: int) -> QuantizedArray:
         after = [name for name in names[axis + 1 :] if name is not None][:1]
         of_codes = (*names[: axis + 1], None, *((after or [None]) if layout.trailing else ()))
     shared = len(of_codes) + layout.shared
-    of_scales = (*of_codes[:shared], *of_codes[shared + 1 :])
+    pair = (None,) if KINDS[layout.name].has_minimum else ()
+    of_scales = (*of_codes[:shared], *pair, *of_codes[shared + 1 :])
     codes = box.replace(value=made.codes, names=of_codes)
     return QuantizedArray(codes, box.replace(value=made.scales, names=of_scales), layout)
 

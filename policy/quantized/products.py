@@ -17,6 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.core.dtypes import backend
+from policy.core.param_formats import KINDS
 from policy.functions.einsums import DimensionNumbers, dot_of_einsum
 from policy.functions.reductions import accumulating
 from policy.quantized.array import QuantizedArray
@@ -187,5 +188,7 @@ def rows(table: QuantizedArray, tokens: Array) -> Array:
         codes = parts.codes.at[tokens // block, tokens % block].get(mode="fill")
         scales = taken(parts.scales, tokens // block)
     unit = dataclasses.replace(layout, trailing=(), is_blocked=False)
+    if KINDS[layout.name].has_minimum:
+        scales = jnp.moveaxis(scales, layout.shared, -1)
     found = unit.numbers(codes[..., None], scales)[..., 0]
     return found.reshape(*tokens.shape, *layout.trailing)

@@ -9,7 +9,7 @@ import pytest
 from tqdm import tqdm
 
 from mpmodules import nnx
-from policy import PolicyRules, get_policy
+from policy import PolicyRules, QuantizedArray, get_policy
 from tests.examples.helpers import assert_refused, assert_reported
 
 gguf: Any = pytest.importorskip("gguf", reason="needs: pip install gguf tokenizers")
@@ -17,15 +17,15 @@ tokenizers: Any = pytest.importorskip("tokenizers", reason="needs: pip install g
 
 import smollm2_generate as job  # noqa: E402  it can't be imported without them
 
-HEADS = {"heads": 4, "key_heads": 2, "head_width": 8}
-SIZES = {"layers": 2, "width": 32, "hidden": 64, "vocabulary": 262, "context": 64} | HEADS
+HEADS = {"heads": 4, "key_heads": 2, "head_width": 32}
+SIZES = {"layers": 2, "width": 128, "hidden": 64, "vocabulary": 262, "context": 64} | HEADS
 CONFIG = job.Config(**SIZES, theta=1e4, epsilon=float(np.float32(1e-5)))  # as it is stored
 PROMPTS = [[5, 6, 7], [250, 1, 2, 3, 4, 5, 6]]
 
 
 @pytest.fixture(scope="module")
 def tiny_file(tmp_path_factory):
-    """A tiny model as llama.cpp writes one; its matrices in eight bits, norms in float32."""
+    """A tiny model as llama.cpp writes one; its matrices in 8 and 4 bits, norms in float32."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
@@ -57,8 +57,10 @@ def tiny_file(tmp_path_factory):
         if len(shape) == 1:
             writer.add_tensor(f"{name}.weight", rng.uniform(0.5, 1.5, shape).astype(np.float32))
         else:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            matrix = rng.normal(0, 0.3, shape).astype(np.float32)
+            part = name.split(".")[-1]
+            kind = "Q8_0" if part == "token_embd" else "Q4_1" if part.startswith("attn") else "Q4_0"
+            kind = gguf.GGMLQuantizationType[kind]
+            matrix = rng.normal(0, 0.15, shape).astype(np.float32)
             writer.add_tensor(f"{name}.weight", gguf.quants.quantize(matrix, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -108,11 +110,56 @@ def test_each_weight_is_rounded_once_to_the_dtype_that_holds_for_it(weights):
     np.testing.assert_array_equal(rounded, weights["layers/0/mlp/up/kernel"].astype(jnp.bfloat16))
 
 
+def assert_as_stored(reader, stored, weights):
+    """Codes, scales and minimums are the file's: their bytes are, and so are all numbers."""
+    codes = {name: x for name, x in stored.items() if isinstance(x, QuantizedArray)}
+    held = {job.path_of(t.name): t for t in reader.tensors if t.tensor_type.name in job.FORMATS}
+    assert codes.keys() == held.keys()
+    for name, array in codes.items():
+        assert array.format.text == job.FORMATS[held[name].tensor_type.name]
+        assert array.scales.dtype == jnp.float16 and array.nbytes == held[name].data.nbytes
+    for name, array in stored.items():
+        np.testing.assert_array_equal(np.asarray(array), weights[name])
+
+
+def test_blocks_of_the_file_are_kept_and_generate_the_same_tokens(tiny_file, weights):
+    reader = gguf.GGUFReader(tiny_file)
+    stored = job.stored_of(reader, CONFIG)
+    assert_as_stored(reader, stored, weights)
+    for text in ("float32", "mixed_bfloat16"):
+        widened, kept = (generate(built(each, text)) for each in (weights, stored))
+        np.testing.assert_array_equal(kept.tokens, widened.tokens)
+        np.testing.assert_allclose(kept.logits, widened.logits, rtol=0, atol=1e-5)
+    model = built(stored, "bfloat16")
+    assert model.layers[0].mlp.up.kernel[...].dtype == jnp.float32  # no cast changes codes
+    matrices = sum(t.data.nbytes for t in reader.tensors if t.tensor_type.name in job.FORMATS)
+    norms = 2 * (2 * CONFIG.layers + 1) * CONFIG.width
+    assert job.nbytes(nnx.state(model)) == matrices + norms
+
+
+def test_blocks_of_another_type_are_refused_by_name(tiny_file):
+    reader = gguf.GGUFReader(tiny_file)
+    tensor = reader.tensors[0]._replace(tensor_type=gguf.GGMLQuantizationType.Q4_K)
+    reader.tensors[0] = tensor
+    with pytest.raises(ValueError, match="weight is in Q4_K: --as-stored keeps Q8_0, Q4_0, Q4_1"):
+        job.stored_of(reader, CONFIG)
+
+
+@pytest.mark.parametrize("text", ["int8", "nf4:32"])
+def test_a_policy_in_8_or_4_bits_quantises_the_widened_weights(weights, text):
+    model, wide = built(weights, f"params={text}"), nnx.state(built(weights))
+    bits = {"int8": 8, "nf4:32": 4}[text]
+    assert job.nbytes(nnx.state(model)) < job.nbytes(wide) * (bits + 0.6) / 32
+    own = QuantizedArray.of(weights["layers/0/attention/query/kernel"], text, axis=0)
+    held = model.layers[0].attention.query.kernel.get_raw_value()
+    np.testing.assert_array_equal(held.codes, own.codes)
+
+
 def test_weights_that_do_not_fit_the_model_are_refused(weights):
     renamed = {"extra" if k == "norm/scale" else k: weight for k, weight in weights.items()}
     with pytest.raises(ValueError, match="The file and the model differ in: extra, norm/scale"):
         built(renamed)
-    with pytest.raises(ValueError, match=r"norm/scale should be \(32,\), but is \(31,\) in the f"):
+    with pytest.raises(ValueError, match=r"norm/scale should be \(128,\), but is \(31,\) in the f"):
         built(weights | {"norm/scale": np.ones(31, np.float32)})
 
 
@@ -240,3 +287,18 @@ def test_the_real_model_gives_the_reference_logits_and_the_capital_of_france(rea
     full = job.nbytes(nnx.state(model, nnx.Param))
     half = nnx.eval_shape(lambda: job.build(config, weights, get_policy("bfloat16"), PolicyRules()))
     assert full == 4 * 134_515_008 and job.nbytes(nnx.state(half, nnx.Param)) * 2 == full
+
+
+@pytest.mark.parametrize("text", ["float32", "mixed_bfloat16"])
+def test_the_real_blocks_give_the_tokens_of_the_widened_model(real, text):
+    config, tokenizer = job.config_of(real), job.tokenizer_of(real)
+    stored, weights = job.stored_of(real, config), job.weights_of(real, config)
+    if text == "float32":
+        assert_as_stored(real, stored, weights)
+    prompts = [tokenizer.encode(prompt).ids for prompt in job.PROMPTS]
+    found = [
+        generate(job.build(config, each, get_policy(text), PolicyRules()), prompts, 20)
+        for each in (weights, stored)
+    ]
+    np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
+    np.testing.assert_allclose(found[0].logits, found[1].logits, rtol=0, atol=2e-4)
