@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from policy import QuantizedArray
-from policy.core.param_formats import KINDS, NF4, format_of
+from policy.core.param_formats import KINDS, NF4, ParamFormat, format_of
 from policy.quantized import products
 
 # github.com/bitsandbytes-foundation/bitsandbytes, csrc/kernels.cu, dQuantizeNF4: the code i + 1 is
@@ -20,6 +20,12 @@ NF4_THRESHOLDS = (
     *(0.5016634166240692, 0.6427869200706482, 0.8614784181118011),
 )
 FORMATS = ("int8", "int8:32", "float8", "float8:16", "int4:32", "uint4:32", "nf4", "nf4:16")
+
+
+def held_format(text: str) -> ParamFormat:
+    held = format_of(text)
+    assert held is not None
+    return held
 
 
 def wide_numbers(shape=(64, 24), seed=0):
@@ -38,7 +44,7 @@ def in_blocks(x, block):
 def nearest(unit, name):
     """The codes of the nearest numbers, in float64, and whether each is clearly the nearest."""
     if name == "nf4":
-        levels = np.float64(NF4)
+        levels = np.array(NF4)
     elif name == "float8":
         levels = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
         levels = np.unique(levels[np.isfinite(levels)])
@@ -75,34 +81,36 @@ def test_numbers_around_the_published_thresholds_get_the_published_codes():
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("scale_dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_codes_are_the_nearest_for_the_rounded_scale(text, scale_dtype):
-    format = format_of(text)
-    kind, x = KINDS[format.name], wide_numbers()
+    held = held_format(text)
+    kind, x = KINDS[held.name], wide_numbers()
     stored = QuantizedArray.of(jnp.asarray(x), text, scale_dtype=scale_dtype)
-    blocks = in_blocks(x, format.block)
+    blocks = in_blocks(x, held.block)
     if kind.has_minimum:
         minimum = blocks.min(1, keepdims=True).astype(scale_dtype).astype(np.float64)
         scale = (blocks - minimum).max(1, keepdims=True) / kind.largest
-        held = stored.scales[:, :1]
-        np.testing.assert_array_equal(np.float64(stored.scales[:, 1:]), minimum)
+        own = stored.scales[:, :1]
+        np.testing.assert_array_equal(np.asarray(stored.scales[:, 1:], np.float64), minimum)
     else:
         minimum, scale = 0, np.abs(blocks).max(1, keepdims=True) / kind.largest
-        held = np.reshape(stored.scales, scale.shape)
+        own = np.reshape(stored.scales, scale.shape)
     assert stored.scales.dtype == scale_dtype
-    np.testing.assert_allclose(np.float64(held), scale, rtol=2 * jnp.finfo(scale_dtype).eps)
-    unit = (blocks - minimum) / np.float64(held)
-    codes, is_clear = nearest(unit, format.name)
+    np.testing.assert_allclose(
+        np.asarray(own, np.float64), scale, rtol=2 * jnp.finfo(scale_dtype).eps
+    )
+    unit = (blocks - minimum) / np.asarray(own, np.float64)
+    codes, is_clear = nearest(unit, held.name)
     assert is_clear.mean() > 0.99
     found = np.asarray(stored.codes, np.float64).reshape(blocks.shape)
     np.testing.assert_array_equal(found[is_clear], codes[is_clear])
     # the largest of a block is off by the rounding of its scale, others by half a step
-    steps = np.abs(in_blocks(np.asarray(stored), format.block) - blocks) / np.float64(held)
-    half = {"int8": 0.5, "int4": 0.5, "uint4": 0.5, "float8": 16, "nf4": 0.152}[format.name]
+    steps = np.abs(in_blocks(np.asarray(stored), held.block) - blocks) / np.asarray(own, np.float64)
+    half = {"int8": 0.5, "int4": 0.5, "uint4": 0.5, "float8": 16, "nf4": 0.152}[held.name]
     assert steps.max() <= half + kind.largest * jnp.finfo(scale_dtype).eps
 
 
 @pytest.mark.parametrize("text", ["int8:2", "float8:2", "int4:2", "uint4:2", "nf4:2"])
 def test_every_code_with_every_kind_of_scale_is_read_as_it_is(text):
-    name = format_of(text).name
+    name = held_format(text).name
     dtype = KINDS[name].dtype
     codes = np.arange(256, dtype=np.uint8)
     if dtype in (jnp.int8, jnp.float8_e4m3fn):
@@ -120,9 +128,9 @@ def test_every_code_with_every_kind_of_scale_is_read_as_it_is(text):
     )  # GGUF has negative ones
     minimums = scales[::-1].copy() if KINDS[name].has_minimum else None
     stored = QuantizedArray.of_codes(codes, scales, text, axis=0, minimums=minimums)
-    numbers = np.float64(NF4)[codes.astype(int)] if name == "nf4" else np.float64(codes)
-    exact = numbers * np.float64(scales).repeat(2, 0)
-    exact += 0 if minimums is None else np.float64(minimums).repeat(2, 0)
+    numbers = np.array(NF4)[codes.astype(int)] if name == "nf4" else np.asarray(codes, np.float64)
+    exact = numbers * np.asarray(scales, np.float64).repeat(2, 0)
+    exact += 0 if minimums is None else np.asarray(minimums, np.float64).repeat(2, 0)
     wide = np.asarray(stored)
     assert wide.dtype == np.float32 and stored.codes.dtype == dtype
     if name == "nf4":
