@@ -419,7 +419,7 @@ def build(
     those that are codes and stay so.
     """
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    flat = {
+    flat: dict[str, Any] = {
         "/".join(map(str, path)): path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))
     }
     if flat.keys() != weights.keys():
@@ -427,10 +427,10 @@ def build(
             f"The file and the model differ in: {', '.join(sorted(flat.keys() ^ weights.keys()))}."
         )
     for name, (*path, attribute) in flat.items():
-        module, weight = model, weights[name]
+        module: Any = model
         for each in path:
-            module = module[each] if isinstance(each, int) else getattr(module, each)
-        param = getattr(module, attribute)
+            module = module[each] if isinstance(each, int) else getattr(module, str(each))
+        param, weight = getattr(module, attribute), weights[name]
         if param.shape != weight.shape:
             raise ValueError(f"{name} should be {param.shape}, but is {weight.shape} in the file.")
         if isinstance(weight, mp.QuantizedArray):

@@ -230,6 +230,7 @@ from mpmodules.nnx._layers.attention import MultiHeadAttention as _MultiHeadAtte
 from mpmodules.nnx._layers.recurrent import OptimizedLSTMCell as _OptimizedLSTMCell
 from mpmodules.nnx._training import Optimizer as Optimizer
 from mpmodules.nnx._layers.elementwise import PReLU as _PReLU
+from mpmodules.nnx._quantized import QuantizedParam as QuantizedParam
 from mpmodules.nnx._layers.normalization import RMSNorm as _RMSNorm
 from mpmodules.nnx._layers.recurrent import RNN as _RNN
 from mpmodules.nnx._layers.recurrent import RNNCellBase as RNNCellBase

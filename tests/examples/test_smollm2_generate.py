@@ -151,7 +151,7 @@ def test_a_policy_in_8_or_4_bits_quantises_the_widened_weights(weights, text):
     bits = {"int8": 8, "nf4:32": 4}[text]
     assert job.nbytes(nnx.state(model)) < job.nbytes(wide) * (bits + 0.6) / 32
     own = QuantizedArray.of(weights["layers/0/attention/query/kernel"], text, axis=0)
-    held = model.layers[0].attention.query.kernel.get_raw_value()
+    held: Any = model.layers[0].attention.query.kernel.get_raw_value()
     np.testing.assert_array_equal(held.codes, own.codes)
 
 

@@ -85,27 +85,26 @@ def test_codes_are_the_nearest_for_the_rounded_scale(text, scale_dtype):
     kind, x = KINDS[held.name], wide_numbers()
     stored = QuantizedArray.of(jnp.asarray(x), text, scale_dtype=scale_dtype)
     blocks = in_blocks(x, held.block)
+    eps = float(jnp.finfo(scale_dtype).eps)
     if kind.has_minimum:
         minimum = blocks.min(1, keepdims=True).astype(scale_dtype).astype(np.float64)
         scale = (blocks - minimum).max(1, keepdims=True) / kind.largest
-        own = stored.scales[:, :1]
+        own = np.asarray(stored.scales[:, :1], np.float64)
         np.testing.assert_array_equal(np.asarray(stored.scales[:, 1:], np.float64), minimum)
     else:
-        minimum, scale = 0, np.abs(blocks).max(1, keepdims=True) / kind.largest
-        own = np.reshape(stored.scales, scale.shape)
+        minimum, scale = np.zeros(1), np.abs(blocks).max(1, keepdims=True) / kind.largest
+        own = np.asarray(stored.scales, np.float64).reshape(scale.shape)
     assert stored.scales.dtype == scale_dtype
-    np.testing.assert_allclose(
-        np.asarray(own, np.float64), scale, rtol=2 * jnp.finfo(scale_dtype).eps
-    )
-    unit = (blocks - minimum) / np.asarray(own, np.float64)
+    np.testing.assert_allclose(own, scale, rtol=2 * eps)
+    unit = (blocks - minimum) / own
     codes, is_clear = nearest(unit, held.name)
     assert is_clear.mean() > 0.99
     found = np.asarray(stored.codes, np.float64).reshape(blocks.shape)
     np.testing.assert_array_equal(found[is_clear], codes[is_clear])
     # the largest of a block is off by the rounding of its scale, others by half a step
-    steps = np.abs(in_blocks(np.asarray(stored), held.block) - blocks) / np.asarray(own, np.float64)
+    steps = np.abs(in_blocks(np.asarray(stored), held.block) - blocks) / own
     half = {"int8": 0.5, "int4": 0.5, "uint4": 0.5, "float8": 16, "nf4": 0.152}[held.name]
-    assert steps.max() <= half + kind.largest * jnp.finfo(scale_dtype).eps
+    assert steps.max() <= half + kind.largest * eps
 
 
 @pytest.mark.parametrize("text", ["int8:2", "float8:2", "int4:2", "uint4:2", "nf4:2"])
