@@ -137,7 +137,10 @@ def test_every_code_with_every_kind_of_scale_is_read_as_it_is(text):
     else:
         np.testing.assert_array_equal(wide, exact.astype(np.float32))
     half = np.asarray(stored.astype(jnp.bfloat16))
-    np.testing.assert_array_equal(half, wide.astype(jnp.bfloat16))  # rounded once
+    if name == "nf4":  # its table is rounded too
+        np.testing.assert_allclose(half.astype(np.float32), wide, rtol=2**-8)
+    else:
+        np.testing.assert_array_equal(half, wide.astype(jnp.bfloat16))  # rounded once
     if minimums is None and name != "nf4":  # codes of the numbers that they stand for are the same
         again = QuantizedArray.of_codes(stored.codes.reshape(codes.shape), scales, text, axis=0)
         np.testing.assert_array_equal(again.codes, stored.codes)
