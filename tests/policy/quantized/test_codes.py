@@ -122,9 +122,8 @@ def test_every_code_with_every_kind_of_scale_is_read_as_it_is(text):
     scales = np.exp2(rng.integers(-14, 6, (len(codes) // 2, 1))) * rng.uniform(
         1, 2, (len(codes) // 2, 1)
     )
-    scales = (scales * rng.choice([-1, 1], scales.shape)).astype(
-        np.float16
-    )  # GGUF has negative ones
+    signs = rng.choice([-1, 1], scales.shape)  # a scale of GGUF's may be negative
+    scales = (scales * signs).astype(np.float16)
     minimums = scales[::-1].copy() if KINDS[name].has_minimum else None
     stored = QuantizedArray.of_codes(codes, scales, text, axis=0, minimums=minimums)
     numbers = np.array(NF4)[codes.astype(int)] if name == "nf4" else np.asarray(codes, np.float64)
@@ -138,7 +137,7 @@ def test_every_code_with_every_kind_of_scale_is_read_as_it_is(text):
         np.testing.assert_array_equal(wide, exact.astype(np.float32))
     half = np.asarray(stored.astype(jnp.bfloat16))
     if name == "nf4":  # its table is rounded too
-        np.testing.assert_allclose(half.astype(np.float32), wide, rtol=2**-8)
+        np.testing.assert_allclose(half.astype(np.float32), wide, rtol=2**-7)
     else:
         np.testing.assert_array_equal(half, wide.astype(jnp.bfloat16))  # rounded once
     if minimums is None and name != "nf4":  # codes of the numbers that they stand for are the same
