@@ -82,7 +82,7 @@ STORAGES = (
     REFERENCE,
     Storage("bfloat16, none", "bfloat16"),
     Storage("bfloat16, full", "bfloat16", "full", 4, (1.05, 0.01)),
-    Storage("bfloat16, remainder", "bfloat16", "remainder", 2, (1.05, 0.01), on_text=True),
+    Storage("bfloat16, remainder", "bfloat16", "remainder", 2, (1.05, 0.01)),
     Storage("bfloat16, remainder8", "bfloat16", "remainder8", 1, (1.05, 0.01), on_text=True),
     Storage(
         "bfloat16, remainder8, int4 moments",

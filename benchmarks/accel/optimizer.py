@@ -44,6 +44,8 @@ BOUNDS = {
     "full masters, tx.update": 1.5,
     # one kernel writes the halves and one the moments, and no packed pair is held between them
     "remainder, bf16 / bf16": 1.8,
+    "remainder8": 1.8,
+    "remainder8, int4 moments": 3.2,
     "kahan": 1.8,
     "stochastic": 1.2,
     "int8 moments, f32 / bf16": 2.85,
@@ -80,7 +82,7 @@ def rows(small: bool = False) -> Iterator[Row]:
         yield Row("bytes", name, found.bytes / ELEMENTS, plain.bytes / ELEMENTS)
         if bound is not None:
             note = "bytes an element, against its budget"
-            has_codes = "8 moments" in name
+            has_codes = any(f"{bits} moments" in name for bits in (8, 4))
             largest = LARGEST_OF_CODES if has_codes else LARGEST_TEMPORARY
             yield Row("temp", name, found.temporary / ELEMENTS, largest, 1.0, note=note)
 

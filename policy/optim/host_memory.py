@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import Sharding
 
 MemoryKind: TypeAlias = Literal["pinned_host"]
@@ -17,9 +18,11 @@ T = TypeVar("T")
 def lies_on_host(leaf: Any) -> bool:
     """Returns whether a leaf of a state lies in the host's memory, where the state does.
 
-    Counts, flags and the loss scale stay on the device, where the next step reads them.
+    Counts, flags and the loss scale stay on the device, where the next step reads them. So do codes
+    of 4 bits: XLA:TPU has no copies of them (libtpu 0.0.42).
     """
-    return jnp.ndim(leaf) > 0 and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    is_extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    return jnp.ndim(leaf) > 0 and not is_extended and leaf.dtype != jnp.int4
 
 
 def is_on_host(tree: Any) -> bool:
@@ -30,8 +33,8 @@ def is_on_host(tree: Any) -> bool:
 def on_device(tree: T, kind: MemoryKind | None = None) -> T:
     """Copies leaves of a state from the host's memory to the device's.
 
-    With a `kind`, all but scalars: a `jax.ShapeDtypeStruct` whose sharding is of the host's memory
-    is traced with the type of an array on the device.
+    With a `kind`, all that `lies_on_host`: a `jax.ShapeDtypeStruct` whose sharding is of the host's
+    memory is traced with the type of an array on the device.
     """
 
     def one(x: jax.Array) -> jax.Array:
@@ -42,12 +45,12 @@ def on_device(tree: T, kind: MemoryKind | None = None) -> T:
 
 
 def on_host(tree: T) -> T:
-    """Copies the leaves of a state to the host's memory, but for scalars."""
+    """Copies leaves of a state to the host's memory, as `lies_on_host` tells."""
     space = jax.memory.Space.Host
     return jax.tree.map(lambda x: jax.device_put(x, space) if lies_on_host(x) else x, tree)
 
 
-def _space(leaf: Any) -> jax.memory.Space | None:
+def _space(leaf: Any) -> Any:
     return getattr(jax.typeof(leaf), "memory_space", None) if isinstance(leaf, jax.Array) else None
 
 
@@ -69,7 +72,7 @@ def require_memory(kind: MemoryKind | None, params: Any) -> None:
     if kind is None:
         return
     leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
-    concrete = [x for x in leaves if not isinstance(x, jax.core.Tracer)]
+    concrete = [x for x in leaves if not isinstance(x, Tracer)]
     device = next(iter(concrete[0].devices())) if concrete else jax.devices()[0]
     if kind not in (kinds := _kinds_of(device)):
         raise ValueError(
@@ -78,5 +81,5 @@ def require_memory(kind: MemoryKind | None, params: Any) -> None:
         )
 
 
-def _kinds_of(device: jax.Device) -> list[str]:
+def _kinds_of(device: Any) -> list[str]:
     return sorted(memory.kind for memory in device.addressable_memories())

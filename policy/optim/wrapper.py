@@ -91,7 +91,8 @@ def mixed_precision(
         state infinite or NaN. For debugging: it moves 2.6 times the bytes of an AdamW step, by
         XLA:CPU's count.
       state_memory_kind: "pinned_host" stores the moments, their scales and the masters in the
-        host's memory; each step copies them to the device and back. Scalars stay on the device.
+        host's memory; each step copies them to the device and back. Scalars and
+        codes of 4 bits stay on the device.
         Give `state_shardings(tx, params)` as the step's and init's `out_shardings`.
 
     Returns:
@@ -99,9 +100,8 @@ def mixed_precision(
 
     Raises:
       ValueError: an argument's value breaks its rule. `init` raises it where the device has no
-        memory of `state_memory_kind`, or `moment_dtype` names
-        no field of the state, or one that can't be narrow: copies of params, running sums, means
-        that would never decay.
+        memory of `state_memory_kind`, or `moment_dtype` names no field of the state, or one that
+        can't be narrow: copies of params, running sums, means that would never decay.
       TypeError: `tx` is no transform, `policy` no policy, or `key` no key. `init` raises it inside
         of an optax transform.
 

@@ -32,7 +32,10 @@ def transforms(mode: str = "remainder8", moments: str = "int4", **options: Any) 
 
 
 def kinds(tree: Any) -> Any:
-    return {(leaf.ndim > 0, leaf.sharding.memory_kind) for leaf in jax.tree.leaves(tree)}
+    return {
+        (leaf.ndim > 0 and leaf.dtype != jnp.int4, leaf.sharding.memory_kind)
+        for leaf in jax.tree.leaves(tree)
+    }
 
 
 ON_HOST = {(True, "pinned_host"), (False, "device")}
