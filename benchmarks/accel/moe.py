@@ -2,11 +2,12 @@
 
     python -m benchmarks.accel.moe            # v5e: 2 minutes
     python -m benchmarks.accel.moe --on v6e   # another chip's rows
-    python -m benchmarks.accel.moe --small    # the smaller layer
+    python -m benchmarks.accel.moe --small    # the smaller layer, and the ragged matmuls alone
 
 Forward and backward of one layer with a top-2 router in float32 and two ragged matmuls: 4096 tokens
 of width 1024, 8 experts of width 4096; and the same of width 2048 with experts of 8192. By hand,
 the router's Dense is given float32 and the precision highest, and rows and kernels are cast to
+bfloat16. Then the ragged matmuls of codes alone, without their scales, of 4096 rows, beside
 bfloat16. Compiled and not run; cycles are the compiler's own, of ragged matmuls those of the chip's
 roofline where it tells none.
 """
@@ -36,6 +37,13 @@ TOKENS, EXPERTS, CHOSEN = 4096, 8, 2
 WIDTHS = (1024, 2048)
 POLICIES = {"mixed_bfloat16": "mixed_bfloat16", "int8": "mixed_int8"}
 RULES = {"router": "float32"}
+
+# of rows (T, D), kernels (E, D, H) and cotangents (T, H), by their names' letters
+MATMULS = {
+    "forward": ("TD EDH", (((1,), (1,)), ((), ())), (0,)),
+    "gradient of rows": ("TH EDH", (((1,), (2,)), ((), ())), (0,)),
+    "gradient of kernels": ("TD TH", (((0,), (0,)), ((), ())), ()),
+}
 
 
 def experts(x: jax.Array, logits: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
@@ -75,7 +83,7 @@ class ByHand(flax_nn.Module):
         return experts(x, logits, up, down)
 
 
-def figures(target: Target, layer: flax_nn.Module, policy: str | None, width: int) -> Figures:
+def figures(target: Target, layer: Any, policy: str | None, width: int) -> Figures:
     """Returns the figures of one layer, forward and backward."""
     x = jax.ShapeDtypeStruct((TOKENS, width), jnp.bfloat16)
 
@@ -89,6 +97,22 @@ def figures(target: Target, layer: flax_nn.Module, policy: str | None, width: in
         return measure(target, step, placed(target, (params, x, x)))
 
 
+def of_matmul(target: Target, name: str, dtype: Any, accumulator: Any) -> Figures:
+    """Returns the figures of one ragged matmul."""
+    letters, contracted, groups = MATMULS[name]
+    sizes = {"T": TOKENS, "E": EXPERTS, "D": WIDTHS[0], "H": 4 * WIDTHS[0]}
+    shapes = [
+        jax.ShapeDtypeStruct([sizes[letter] for letter in each], dtype) for each in letters.split()
+    ]
+    numbers = lax.RaggedDotDimensionNumbers(contracted, (0,), groups)
+
+    def multiply(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        return lax.ragged_dot_general(lhs, rhs, sizes, numbers, preferred_element_type=accumulator)
+
+    group_sizes = jax.ShapeDtypeStruct((EXPERTS,), jnp.int32)
+    return measure(target, multiply, placed(target, (*shapes, group_sizes)))
+
+
 def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) -> Iterator[Row]:
     """Every row, as its programs are compiled.
 
@@ -99,15 +123,23 @@ def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) 
     for target in chosen(on, TARGETS, OTHERS):
         quantity = "cycles" if target.chip.clock else "bytes"
         for width in WIDTHS[:1] if small else WIDTHS:
-            hand = figures(target, ByHand(), None, width)
             for name, policy in POLICIES.items():
                 called = f"{name}, {width}"
                 if only and not any(part in called for part in only):
                     continue
+                hand = figures(target, ByHand(), None, width)
                 ours = figures(target, Layer(), policy, width)
                 for what in (quantity, "temporary"):
                     values = getattr(ours, what), getattr(hand, what)
                     yield Row(what, called, *values, target=target.name)
+        for name in MATMULS:
+            called = f"int8 matmul, {name}"
+            if only and not any(part in called for part in only):
+                continue
+            found = of_matmul(target, name, jnp.int8, jnp.int32)
+            hand = of_matmul(target, name, jnp.bfloat16, jnp.bfloat16)
+            values = getattr(found, quantity), getattr(hand, quantity)
+            yield Row(quantity, called, *values, target=target.name)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from policy import autocast
+from policy import audit, autocast
 from policy.core.dtypes import ScaledMatmul, scaled_matmul_of
 from policy.eight_bits.scaled_matmul import scaled_dot_general
 from policy.eight_bits.scaled_ragged import scaled_ragged_dot_general
@@ -184,6 +184,17 @@ def test_a_ragged_matmul_of_kernels_multiplies_three_times_in_the_policys_dtype(
     dots = [sorted(each.inputs[:2]) for each in named(found, "ragged_dot_general")]
     assert len(dots) == 6 and dots.count(operands) >= 2
     assert {name for pair in dots for name in pair} <= {*operands, "float8_e5m2"}
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_int8"])
+def test_an_audit_multiplies_each_row_by_one_expert(policy):
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.square(autocast(layer, policy, params=0)(params, x)).sum()
+
+    found = audit(jax.grad(loss, (0, 1)), PARAMS, normal(ROWS, 64, dtype=jnp.float32)).operations
+    dots = [op for op in found if op.kind == "dot"]
+    assert sum(op.flops for op in dots) == 3 * 2 * ROWS * (64 * 32 + 32 * 16)
+    assert all(len(op.operands) == 2 for op in dots)
 
 
 def test_batches_of_ragged_matmuls_and_other_modes_stay_in_compute_dtype():
