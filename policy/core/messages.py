@@ -91,3 +91,10 @@ def dtype_and_shape(x: Any) -> str:
 def _is_unbound_linen_module(fn: Any) -> bool:
     of_linen = any((cls.__module__ or "").startswith("flax.linen.") for cls in type(fn).__mro__)
     return of_linen and hasattr(fn, "apply") and getattr(fn, "scope", None) is None
+
+
+FROZEN = (
+    "stored in 8 or 4 bits and frozen: divide the params with trainable, frozen = "
+    "policy.split_frozen(params), and differentiate and update the trainable ones."
+)
+"""The end of an error about quantized parameters."""

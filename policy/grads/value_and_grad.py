@@ -15,12 +15,13 @@ from jax.typing import ArrayLike
 from policy.core.arrays import (
     is_inexact,
     is_overwritten,
+    is_quantized,
     map_gradients,
     nnx_files,
     path_name,
     working_dtype,
 )
-from policy.core.messages import dtype_and_shape, shown
+from policy.core.messages import FROZEN, dtype_and_shape, shortened, shown
 from policy.core.policy import Policy, get_policy
 from policy.core.scope import current_policy, use_policy
 from policy.grads.float32_sums import with_float32_sums
@@ -273,7 +274,7 @@ def _require_differentiable(argument: Any, position: int) -> None:
         files = nnx_files(node)
         if files and "flax.nnx.statelib" not in files:  # a State is a plain tree of copies
             references.append(type(node).__name__)
-        return bool(files)
+        return bool(files) or is_quantized(node)
 
     leaves = jax.tree_util.tree_leaves_with_path(argument, is_leaf=is_leaf)
     if references:
@@ -282,6 +283,9 @@ def _require_differentiable(argument: Any, position: int) -> None:
             "loss_fn writes to them (BatchNorm statistics, RNG counts) would be lost. Use "
             "mpmodules.nnx.value_and_grad, or split the model and pass its state."
         )
+    frozen = [path_name(path) for path, leaf in leaves if is_quantized(leaf)]
+    if frozen:
+        raise TypeError(f"Argument {position} holds {shortened(frozen)}, {FROZEN}")
     wrong = [
         f"{path_name(path)} ({dtype_and_shape(leaf)})"
         for path, leaf in leaves

@@ -15,8 +15,15 @@ import optax
 from jax.core import Tracer
 from jax.tree_util import KeyPath
 
-from policy.core.arrays import is_inexact, is_overwritten, leaf_names, path_name, unboxed
-from policy.core.messages import dtype_and_shape, shortened, warn_once
+from policy.core.arrays import (
+    is_inexact,
+    is_overwritten,
+    is_quantized,
+    leaf_names,
+    path_name,
+    unboxed,
+)
+from policy.core.messages import FROZEN, dtype_and_shape, shortened, warn_once
 from policy.core.policy import Policy
 from policy.optim.blockwise import BLOCK, Format, scales_shape
 from policy.optim.moments import StoredInner, asked_forms, has_codes, scales_of, stored_forms
@@ -34,11 +41,16 @@ def check_params(params: Any) -> None:
     """Refuses params that no optimizer can step, and names each of them by its path.
 
     Raises:
-      ValueError: a leaf is no array, is neither floating nor complex, or is an 8-bit float.
+      ValueError: a leaf is no array, is neither floating nor complex, is an 8-bit float, or is
+        quantized.
     """
+    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
+    frozen = [path_name(path) for path, leaf in found if is_quantized(leaf)]
+    if frozen:
+        raise ValueError(f"params hold {shortened(frozen)}, {FROZEN}")
     wrong = [
         f"{path_name(path)} is {dtype_and_shape(leaf)} of type {type(leaf).__name__}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        for path, leaf in found
         if isinstance(leaf, jax.ShapeDtypeStruct) or not (is_overwritten(path) or _can_step(leaf))
     ]
     if wrong:

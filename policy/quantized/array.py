@@ -225,8 +225,7 @@ class QuantizedArray:
 
     def widened(self) -> jax.Array:
         """Returns the array, in its dtype."""
-        parts = self.unbox_parts()
-        return _widening(self.layout)(parts.codes, lax.stop_gradient(parts.scales))
+        return _widening(self.layout)(*frozen(self))
 
     def __jax_array__(self) -> jax.Array:
         return self.widened()
@@ -275,6 +274,12 @@ class QuantizedArray:
             return self
         codes, scales = (getattr(x, method)(index, params) for x in (self.codes, self.scales))
         return QuantizedArray(codes, scales, self.layout)
+
+
+def frozen(stored: QuantizedArray) -> tuple[jax.Array, jax.Array]:
+    """Returns codes and scales, out of boxes, without gradients."""
+    parts = stored.unbox_parts()
+    return lax.stop_gradient(parts.codes), lax.stop_gradient(parts.scales)
 
 
 def _required(value: ParamFormat | str) -> ParamFormat:

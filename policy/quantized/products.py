@@ -20,7 +20,7 @@ from policy.core.dtypes import backend
 from policy.core.param_formats import KINDS
 from policy.functions.einsums import DimensionNumbers, dot_of_einsum
 from policy.functions.reductions import accumulating
-from policy.quantized.array import QuantizedArray
+from policy.quantized.array import QuantizedArray, frozen
 
 Array = jax.Array
 Bilinear = Callable[..., Array]
@@ -43,14 +43,14 @@ def applied(
       accumulator_dtype: of the result; None leaves it to the operation.
       is_whole: whether the operation takes the array, or numbers in the shape of the codes.
     """
-    layout, parts = weight.layout, weight.unbox_parts()
+    layout = weight.layout
     run = operation if accumulator_dtype is None else accumulating(operation, accumulator_dtype)
 
     def multiplied(x: Array, codes: Array, scales: Array) -> Array:
         widened = layout.numbers(codes, scales)
         return run(x, widened.reshape(layout.shape(codes.shape)) if is_whole else widened)
 
-    return jax.checkpoint(multiplied)(x, parts.codes, lax.stop_gradient(parts.scales))
+    return jax.checkpoint(multiplied)(x, *frozen(weight))
 
 
 def dot_general(
@@ -182,7 +182,11 @@ def rows(table: QuantizedArray, tokens: Array) -> Array:
         found = QuantizedArray(taken(parts.codes), taken(parts.scales), layout)
         return layout.numbers(found.codes, found.scales).reshape(found.shape)
     if not layout.is_blocked:
-        codes, scales = taken(parts.codes), parts.scales
+        codes, size = taken(parts.codes), table.shape[0]
+        is_row = ((tokens >= -size) & (tokens < size)).reshape(
+            *tokens.shape, *(1,) * (codes.ndim - tokens.ndim)
+        )
+        scales = jnp.where(is_row, jnp.broadcast_to(parts.scales, codes.shape), jnp.nan)
     else:
         block = parts.codes.shape[layout.shared]
         codes = parts.codes.at[tokens // block, tokens % block].get(mode="fill")

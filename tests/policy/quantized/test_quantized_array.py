@@ -1,0 +1,215 @@
+"""Arrays stored as codes and scales, beside NumPy."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import policy
+from policy import QuantizedArray
+from policy.core.param_formats import ParamFormat, format_of
+from policy.quantized import products
+
+FORMATS = ("int8", "int8:32", "float8", "float8:32", "int4:32", "int4:16", "nf4:32")
+
+# Dettmers et al., QLoRA (arXiv:2305.14314), appendix E
+NF4 = np.array(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    np.float32,
+)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def widened_in_numpy(x, text):
+    """Quantises along axis -2, and returns codes in the shape of blocks and the numbers."""
+    name, _, block = text.partition(":")
+    block = int(block or x.shape[-2])
+    parts = x.reshape(*x.shape[:-2], -1, block, x.shape[-1])
+    largest = {"int8": 127, "float8": 448, "int4": 7, "nf4": 1}[name]
+    amax = np.abs(parts).max(-2, keepdims=True)
+    scale = (amax / np.float32(largest)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    unit = parts / np.where(scale == 0, 1, scale)
+    if name == "nf4":
+        codes = np.abs(unit[..., None] - NF4).argmin(-1)
+        numbers = NF4[codes]
+    elif name == "float8":
+        numbers = np.clip(unit, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        codes = numbers
+    else:
+        numbers = codes = np.clip(np.rint(unit), -largest, largest)
+    return codes, (numbers * scale).reshape(x.shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_codes_are_those_of_numpy(text):
+    x = normal(3, 64, 8)
+    x[0, :, 2] = 0
+    x[1, 5, 3] = -40
+    stored = QuantizedArray.of(jnp.asarray(x), text)
+    codes, numbers = widened_in_numpy(x, text)
+    assert stored.format.text == text and stored.shape == x.shape and stored.dtype == np.float32
+    np.testing.assert_array_equal(
+        np.asarray(stored.codes.astype(jnp.float32)).reshape(codes.shape), codes
+    )
+    np.testing.assert_array_equal(stored.widened(), numbers)
+    np.testing.assert_array_equal(
+        stored.astype(jnp.bfloat16).widened(), numbers.astype(ml_dtypes.bfloat16)
+    )
+
+
+def test_every_code_of_nf4_is_its_number():
+    stored = QuantizedArray.of(jnp.asarray(NF4)[:, None], "nf4:16")
+    assert stored.codes.dtype == jnp.uint4
+    np.testing.assert_array_equal(stored.codes.astype(jnp.int32)[0, :, 0], np.arange(16))
+    np.testing.assert_array_equal(stored.widened()[:, 0], NF4)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("int8", 64 * 32 + 64), ("int4:32", 1152), ("nf4", 1088)]
+)
+def test_bytes_are_codes_and_scales(text, count):
+    stored = QuantizedArray.of(jnp.ones((64, 32)), text)
+    compiled = jax.jit(lambda stored: stored.widened()).lower(stored).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert stored.nbytes == memory.argument_size_in_bytes == count
+    block = format_of(text).block
+    assert block is None or stored.nbytes == 64 * 32 * format_of(text).bytes_per_param
+
+
+@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize(
+    ("shape", "weight", "numbers"),
+    [
+        ((5, 64), (64, 8), (((1,), (0,)), ((), ()))),
+        ((64, 5), (64, 8), (((0,), (0,)), ((), ()))),
+        ((2, 3, 8), (64, 8), (((2,), (1,)), ((), ()))),
+        ((2, 3, 2, 64), (2, 64, 8), (((2, 3), (0, 1)), ((), ()))),
+        ((3, 64, 2), (2, 64, 8), (((1, 2), (1, 0)), ((), ()))),
+        ((2, 3, 64), (2, 64, 8), (((2,), (1,)), ((0,), (0,)))),
+        ((8, 3), (64, 8), (((0,), (1,)), ((), ()))),
+    ],
+)
+def test_matmuls_are_those_of_the_widened_array(text, shape, weight, numbers):
+    x, stored = jnp.asarray(normal(*shape)), QuantizedArray.of(jnp.asarray(normal(*weight)), text)
+    wide = stored.widened()
+
+    def plain(x):
+        return jax.lax.dot_general(x, wide, numbers)
+
+    def of_codes(x):
+        return products.dot_general(x, stored, numbers)
+
+    np.testing.assert_allclose(of_codes(x), plain(x), rtol=1e-5, atol=1e-5)
+    pull, ours = jax.vjp(plain, x)[1], jax.vjp(of_codes, x)[1]
+    y = jnp.asarray(normal(*plain(x).shape))
+    np.testing.assert_allclose(ours(y)[0], pull(y)[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        *(jax.jvp(f, (x,), (x,))[1] for f in (of_codes, plain)), rtol=1e-5, atol=1e-5
+    )
+    # the codes at the left
+    (of_x, of_w), (batch_x, batch_w) = numbers
+    swapped = (of_w, of_x), (batch_w, batch_x)
+    np.testing.assert_allclose(
+        products.dot_general(stored, x, swapped),
+        jax.lax.dot_general(wide, x, swapped),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_kernels_of_several_features():
+    stored = QuantizedArray.of(jnp.asarray(normal(64, 2, 8)), "int4:32", axis=0)
+    assert stored.codes.shape == (2, 32, 16) and stored.shape == (64, 2, 8)
+    x = jnp.asarray(normal(3, 64))
+    y = products.einsum("bi,ihf->bhf", x, stored)
+    np.testing.assert_allclose(y, jnp.einsum("bi,ihf->bhf", x, stored.widened()), atol=1e-5)
+    # no matmul: a name stands in one operand alone
+    y = products.einsum("bi,ihf->bh", x, stored)
+    np.testing.assert_allclose(y, jnp.einsum("bi,ihf->bh", x, stored.widened()), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "axis"), [("int8", -1), ("int8", 0), ("int4:32", 0), ("nf4:32", 1), ("int8", -2)]
+)
+def test_rows_are_looked_up(text, axis):
+    stored = QuantizedArray.of(jnp.asarray(normal(64, 32)), text, axis=axis)
+    tokens = jnp.array([[0, 3], [63, -1]])
+    np.testing.assert_array_equal(
+        products.rows(stored, tokens), jnp.take(stored.widened(), tokens, axis=0)
+    )
+    # beyond the table, as jnp.take
+    assert bool(jnp.isnan(products.rows(stored, jnp.array([64]))).all())
+
+
+def test_mapped_scanned_and_sliced():
+    kernels = jnp.asarray(normal(3, 64, 64))
+    stored, x = QuantizedArray.of(kernels, "int4:32"), jnp.asarray(normal(64))
+    wide, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stored.widened())
+
+    def step(x, w):
+        return jnp.tanh(products.dot_general(x, w, (((0,), (0,)), ((), ())))), None
+
+    np.testing.assert_allclose(jax.lax.scan(step, x, stored)[0], wide, atol=1e-5)
+    mapped = jax.vmap(lambda w: step(x, w)[0])(stored)
+    each = [jnp.tanh(x @ w) for w in stored.widened()]
+    np.testing.assert_allclose(mapped, jnp.stack(each), atol=1e-5)
+
+
+def test_the_residuals_of_a_matmul_are_its_codes():
+    stored = QuantizedArray.of(jnp.asarray(normal(64, 32)), "int8:32")
+    program = jax.make_jaxpr(
+        lambda x: jax.vjp(lambda x: products.dot_general(x, stored, (((1,), (0,)), ((), ()))), x)[1]
+    )(jnp.ones((4, 64)))
+    saved = {(x.aval.shape, str(x.aval.dtype)) for x in program.jaxpr.outvars}
+    assert ((64, 32), "float32") not in saved and ((2, 32, 32), "float32") not in saved
+
+
+def test_it_converts_where_an_array_is_wanted():
+    stored = QuantizedArray.of(jnp.asarray(normal(64, 32)), "int8")
+    x = jnp.asarray(normal(4, 64))
+    for y in (x @ stored, jnp.einsum("bi,io->bo", x, stored), jnp.dot(x, stored)):
+        np.testing.assert_array_equal(y, x @ stored.widened())
+    assert stored[...] is stored and stored[0].shape == (32,)
+    assert np.asarray(stored).dtype == np.float32
+    assert repr(stored) == "QuantizedArray('int8', (64, 32), float32)"
+    again = pickle.loads(pickle.dumps(stored))
+    np.testing.assert_array_equal(again.codes, stored.codes)
+
+
+def test_formats():
+    assert [format_of(text) for text in ("int8", jnp.int8, "i4", "nf4")] == [
+        *(ParamFormat("int8"), ParamFormat("int8")),
+        *(ParamFormat("int4", 32), ParamFormat("nf4", 64)),
+    ]
+    assert format_of("bf16") is None and format_of(jnp.float32) is None
+    for text in ("int4:0", "nf4:7", "int8:x", "int8:"):
+        with pytest.raises(ValueError, match="size of a block"):
+            format_of(text)
+    with pytest.raises(ValueError, match="no multiple of 32"):
+        QuantizedArray.of(jnp.ones((40, 2)), "int4:32")
+    with pytest.raises(ValueError, match="int4"):
+        QuantizedArray.of(jnp.ones((64, 2)), "int2")
+
+
+@pytest.mark.parametrize("text", ["params=int4:32,compute=bfloat16,output=float32", "params=nf4"])
+def test_texts_of_policies(text):
+    held = policy.get_policy(text)
+    assert policy.get_policy(str(held)) == held == policy.get_policy(held.short)
+    assert held.param_format is not None and held.param_dtype == np.float32
+    assert held.replace(output_dtype="f32").param_format == held.param_format
+    assert held.replace(param_dtype="bf16").param_format is None
+    assert policy.Policy(jnp.int8, "bf16", "bf16").param_format == ParamFormat("int8")
+    with pytest.raises(ValueError, match="quantize_params"):
+        held.cast_to_param({"kernel": jnp.ones((64, 2))})
