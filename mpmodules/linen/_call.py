@@ -396,7 +396,7 @@ def layer_param(
     """
     if not self.has_variable("params", name):
         made = flax_nn.Module.param(self, name, init_fn, *init_args, **options)
-        require_trainable(current_scope().policy, (*self.path, name), made)
+        require_trainable(effective_policy(self, current_scope()).policy, (*self.path, name), made)
         return made
     stored = self.get_variable("params", name)
     if not is_quantized(stored):

@@ -147,7 +147,7 @@ def store_quantized(
     for names, variable in children_of(module):
         if not isinstance(variable, flax_nnx.Param):
             continue
-        made = stored.get(id(variable)) or quantized_like(variable, policy, (*path, *names))
+        made = stored.get(id(variable)) or quantized_like(module, variable, policy, (*path, *names))
         if made is None:
             continue
         stored[id(variable)] = made

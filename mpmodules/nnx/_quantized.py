@@ -44,10 +44,11 @@ def as_stored(variable: Any) -> Any:
     return raw if isinstance(raw, QuantizedArray) else variable[...]
 
 
-def quantized_like(param: Any, policy: Policy, names: tuple[str, ...]) -> Any:
+def quantized_like(module: Any, param: Any, policy: Policy, names: tuple[str, ...]) -> Any:
     """Returns a parameter as a policy's codes; None of one that stays as it is.
 
     Args:
+      module: that holds it.
       param: a variable.
       policy: it has a `param_format`.
       names: of the attributes that lead to it.
@@ -56,6 +57,8 @@ def quantized_like(param: Any, policy: Policy, names: tuple[str, ...]) -> Any:
     if held is None or isinstance(param, flax_nnx.LoRAParam) or is_quantized(array):
         return None
     axis = axis_of(names, tuple(array.shape), held)
+    if isinstance(module, flax_nnx.LinearGeneral) and names[-1] == "kernel":
+        axis = -len(module.out_features) - 1  # the last one that is contracted
     if axis is None:
         return None
     made = quantised_param(array, held, axis, "/".join(names))

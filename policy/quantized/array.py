@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from policy.core.param_formats import KINDS, ParamFormat, format_of
@@ -258,6 +259,20 @@ class QuantizedArray:
     def replace_boxed(self, value: Any) -> Any:
         return value
 
+    def get_partition_spec(self) -> QuantizedArray:
+        """Returns the specs of codes and scales, in their places."""
+        return self._of_parts(lambda x: x.get_partition_spec(), PartitionSpec())
+
+    def get_sharding(self, mesh: Any) -> QuantizedArray:
+        """Returns the shardings of codes and scales, in their places."""
+        return self._of_parts(lambda x: x.get_sharding(mesh), NamedSharding(mesh, PartitionSpec()))
+
+    def _of_parts(self, of_box: Callable[[Any], Any], default: Any) -> QuantizedArray:
+        """Returns what a function makes of the boxes of codes and scales, or else the default."""
+        if not hasattr(self.codes, "unbox"):
+            return QuantizedArray(default, default, self.layout)
+        return QuantizedArray(of_box(self.codes), of_box(self.scales), self.layout)
+
     def add_axis(self, index: int, params: dict[Any, Any]) -> QuantizedArray:
         return self._with_boxes("add_axis", index, params)
 
@@ -272,8 +287,7 @@ class QuantizedArray:
             )
         if not hasattr(self.codes, method):
             return self
-        codes, scales = (getattr(x, method)(index, params) for x in (self.codes, self.scales))
-        return QuantizedArray(codes, scales, self.layout)
+        return self._of_parts(lambda x: getattr(x, method)(index, params), None)
 
 
 def frozen(stored: QuantizedArray) -> tuple[jax.Array, jax.Array]:
@@ -335,4 +349,7 @@ _layouts: dict[str, Layout] = {}
 def layout_of(equation: Equation) -> Layout | None:
     """Returns the layout of the codes that an equation widens, or None of other equations."""
     name = equation.params.get("name") if _layouts else None
-    return _layouts.get(name) if isinstance(name, str) else None
+    layout = _layouts.get(name) if isinstance(name, str) else None
+    # Partial evaluation divides a function, under the same name.
+    is_whole = len(equation.invars) == 2 and len(equation.outvars) == 1
+    return layout if is_whole else None

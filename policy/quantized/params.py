@@ -38,9 +38,10 @@ def axis_of(
     """Returns the axis of a parameter along which codes are to share scales, or None of one that
     stays as it is, such as one that is shorter there than a block.
 
-    It is the last but one, which a matmul contracts; of the kernels (in, heads, features) of an
-    attention's queries, keys and values the third from last; of a table of embeddings without
-    blocks, or with no whole number of them, the last, so that each row has its scales.
+    It is the last but one, which a matmul contracts, or the next one before it that is long enough;
+    of the kernels (in, heads, features) of an attention's queries, keys and values the third from
+    last; of a table of embeddings without blocks, or with no whole number of them, the last, so
+    that each row has its scales.
 
     Args:
       names: of the modules that lead to it, and its own.
@@ -49,12 +50,12 @@ def axis_of(
     """
     if len(shape) < 2 or names[-1] in NOT_QUANTISED or set(ADAPTERS) & {*names[-2:]}:
         return None
-    axis = -2
-    if names[-1] == "embedding":
-        axis = -2 if format.block and shape[-2] % format.block == 0 else -1
-    elif len(shape) > 2 and _OF_ATTENTION & {*names[-3:-1]}:  # such as query/base_module/kernel
-        axis = -3
-    return None if shape[axis] < (format.block or _SHORTEST) else axis
+    of_attention = len(shape) > 2 and bool(_OF_ATTENTION & {*names[-3:-1]})  # query/base_module
+    axes: tuple[int, ...] = (-3,) if of_attention else tuple(range(-2, -len(shape) - 1, -1))
+    if names[-1] == "embedding" and (format.block is None or shape[-2] % format.block):
+        axes = (-1,)
+    shortest = format.block or _SHORTEST
+    return next((axis for axis in axes if shape[axis] >= shortest), None)
 
 
 def quantize_params(

@@ -1,0 +1,285 @@
+"""Layers and models of both wings on parameters that are stored in 8 and 4 bits."""
+
+import functools
+from typing import Any
+
+import flax
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import policy
+from mpmodules import linen, nnx
+
+FORMATS = ("int8", "int4:32", "nf4:32")
+KEY = jax.random.key(0)
+
+
+def array(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def texts(text):
+    """A policy that stores codes, and one that reads the arrays that they stand for."""
+    return f"params={text},compute=bfloat16,output=float32", "mixed_bfloat16"
+
+
+# --------------------------------------------------------------------------------------------------
+# Layers
+# --------------------------------------------------------------------------------------------------
+
+LINEN = {
+    "Dense": (lambda **k: linen.Dense(32, **k), (4, 64)),
+    "DenseGeneral": (lambda **k: linen.DenseGeneral((2, 32), name="query", **k), (4, 3, 64)),
+    "DenseGeneral of two": (lambda **k: linen.DenseGeneral(64, axis=(-2, -1), **k), (4, 2, 32)),
+    "Einsum": (lambda **k: linen.Einsum((64, 32), "bti,io->bto", **k), (2, 3, 64)),
+    "Conv": (lambda **k: linen.Conv(32, (3,), **k), (2, 8, 64)),
+    "ConvTranspose": (lambda **k: linen.ConvTranspose(32, (3,), **k), (2, 8, 64)),
+    "attention": (lambda **k: linen.MultiHeadDotProductAttention(2, **k), (2, 8, 64)),
+    "LSTM": (lambda **k: linen.RNN(linen.OptimizedLSTMCell(64, **k)), (2, 3, 64)),
+}
+NNX = {
+    "Linear": (lambda r: flax.nnx.Linear(64, 32, rngs=r), (4, 64)),
+    "LinearGeneral": (lambda r: flax.nnx.LinearGeneral(64, (2, 32), rngs=r), (4, 3, 64)),
+    "Einsum": (lambda r: flax.nnx.Einsum("bti,io->bto", (64, 32), rngs=r), (2, 3, 64)),
+    "Conv": (lambda r: flax.nnx.Conv(64, 32, (3,), rngs=r), (2, 8, 64)),
+    "ConvTranspose": (lambda r: flax.nnx.ConvTranspose(64, 32, (3,), rngs=r), (2, 8, 64)),
+    "LoRALinear": (lambda r: flax.nnx.LoRALinear(64, 32, lora_rank=4, rngs=r), (4, 64)),
+    "attention": (lambda r: flax.nnx.MultiHeadAttention(2, 64, decode=False, rngs=r), (2, 8, 64)),
+}
+
+
+def close(y, expected):
+    assert y.dtype == expected.dtype and y.shape == expected.shape
+    scale = float(jnp.abs(expected.astype(jnp.float32)).max())
+    np.testing.assert_allclose(
+        np.asarray(y, np.float32), np.asarray(expected, np.float32), rtol=0, atol=0.01 * scale
+    )  # sums in another order
+
+
+@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("name", LINEN)
+def test_linen_layers(name, text):
+    make, shape = LINEN[name]
+    stored_in, read_in = texts(text)
+    x = array(*shape)
+    cells = {} if name == "LSTM" else {"dtype_policy": read_in}
+    layer = make(**cells)
+    variables = layer.init(KEY, x)
+    stored = policy.quantize_params(variables, stored_in)
+    wide = policy.dequantize_params(stored)
+    kinds = jax.tree.leaves(stored, is_leaf=policy.core.arrays.is_quantized)
+    assert any(isinstance(leaf, policy.QuantizedArray) for leaf in kinds)
+    layer = make(**({"dtype_policy": stored_in} if cells else {}))
+    reader = make(**cells)
+    close(layer.apply(stored, x), reader.apply(wide, x))
+
+    def loss(x, layer, variables):
+        return (layer.apply(variables, x).astype(jnp.float32) ** 2).sum()
+
+    close(jax.grad(loss)(x, layer, stored), jax.grad(loss)(x, reader, wide))
+
+
+@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("name", NNX)
+def test_nnx_layers(name, text):
+    make, shape = NNX[name]
+    stored_in, read_in = texts(text)
+    x = array(*shape)
+    given = make(flax.nnx.Rngs(0))
+    layer = nnx.apply_policy(given, stored_in)
+    reader = nnx.apply_policy(widened(layer, given), read_in)
+    assert any(isinstance(v, nnx.QuantizedParam) for _, v in nnx.iter_graph(layer))
+    close(layer(x), reader(x))
+    gradient = jax.grad(lambda x, layer: (layer(x).astype(jnp.float32) ** 2).sum())
+    close(gradient(x, layer), gradient(x, reader))
+    again = nnx.merge(*nnx.split(layer))
+    np.testing.assert_array_equal(again(x), layer(x))
+
+
+def widened(model: Any, like: Any) -> Any:
+    """Returns `like` with the numbers that the model's codes stand for."""
+    copy = flax.nnx.clone(like)
+    found = dict(flax.nnx.to_flat_state(flax.nnx.state(model)))
+    for path, variable in flax.nnx.to_flat_state(flax.nnx.state(copy)):
+        read = found[path][...]
+        owner = functools.reduce(_attribute, path[:-1], copy)
+        getattr(owner, str(path[-1])).set_value(read.astype(variable.dtype))
+    return copy
+
+
+def _attribute(owner, name):
+    return owner[name] if isinstance(name, int) else getattr(owner, name)
+
+
+@pytest.mark.parametrize("text", ["int8", "float8", "int4:32"])
+def test_embeddings(text):
+    stored_in, read_in = texts(text)
+    tokens, query = jnp.array([[0, 3], [127, 5]]), array(4, 64)
+    layer = linen.Embed(128, 64, dtype_policy=read_in)
+    stored = policy.quantize_params(layer.init(KEY, tokens), stored_in)
+    wide, ours = policy.dequantize_params(stored), linen.Embed(128, 64, dtype_policy=stored_in)
+    np.testing.assert_array_equal(ours.apply(stored, tokens), layer.apply(wide, tokens))
+    attended = [
+        each.apply(variables, query, method="attend")
+        for each, variables in ((ours, stored), (layer, wide))
+    ]
+    close(*attended)
+    given = flax.nnx.Embed(128, 64, rngs=flax.nnx.Rngs(0))
+    layer = nnx.apply_policy(given, stored_in)
+    reader = nnx.apply_policy(widened(layer, given), read_in)
+    np.testing.assert_array_equal(layer(tokens), reader(tokens))
+    close(layer.attend(query), reader.attend(query))
+    labels = jnp.array([1, 2, 3, 4])
+    np.testing.assert_allclose(
+        layer.attend_cross_entropy(query, labels),
+        reader.attend_cross_entropy(query, labels),
+        rtol=1e-2,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Models with code of their own
+# --------------------------------------------------------------------------------------------------
+
+
+class Block(linen.Module):
+    @linen.compact
+    def __call__(self, x, _=None):
+        w = self.param("w", linen.initializers.lecun_normal(), (64, 64))
+        x = x + jnp.tanh(linen.LayerNorm()(x) @ w)
+        return x + linen.Dense(64)(x), None
+
+
+class Stack(linen.Module):
+    kind: str = "unrolled"
+
+    @linen.compact
+    def __call__(self, x):
+        if self.kind == "unrolled":
+            for _ in range(2):
+                x, _ = Block()(x)
+            return x
+        block = linen.remat(Block) if self.kind == "remat" else Block
+        layers = linen.scan(
+            block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+        )
+        return layers()(x, None)[0]
+
+
+class FlaxBlock(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x):
+        w = self.param("w", flax.linen.initializers.lecun_normal(), (64, 64))
+        return flax.linen.Dense(64)(jnp.tanh(x @ w))
+
+
+@pytest.mark.parametrize("kind", ["unrolled", "scan", "remat"])
+@pytest.mark.parametrize("text", ["int8", "int4:32"])
+def test_linen_models(kind, text):
+    stored_in, read_in = texts(text)
+    x = array(4, 64)
+    stored = policy.quantize_params(Stack(kind, dtype_policy=read_in).init(KEY, x), stored_in)
+    wide = policy.dequantize_params(stored)
+    ours, reader = Stack(kind, dtype_policy=stored_in), Stack(kind, dtype_policy=read_in)
+    close(ours.apply(stored, x), reader.apply(wide, x))
+    trainable, frozen = policy.split_frozen(stored["params"])
+
+    def loss(trainable, model, frozen):
+        params = policy.merge_frozen(trainable, frozen)
+        return (model.apply({"params": params}, x) ** 2).mean()
+
+    gradients = jax.jit(policy.grad(loss), static_argnums=1)(trainable, ours, frozen)
+    _, arrays = policy.split_frozen(policy.dequantize_params(stored)["params"])
+    assert not jax.tree.leaves(arrays)
+    expected = jax.grad(loss)(trainable, reader, policy.dequantize_params(frozen))
+    jax.tree.map(close, gradients, expected)
+
+
+def test_flaxs_own_modules_read_codes():
+    x = array(4, 64)
+    model = FlaxBlock()
+    stored = policy.quantize_params(model.init(KEY, x), "params=int8")
+    wide = policy.dequantize_params(stored)
+    np.testing.assert_array_equal(model.apply(stored, x), model.apply(wide, x))
+    ported = linen.apply_policy(model, texts("int8")[0])
+    close(ported.apply(stored, x), linen.apply_policy(model, "mixed_bfloat16").apply(wide, x))
+    with pytest.raises(flax.errors.ScopeParamShapeError):
+        linen.Dense(32).apply(policy.quantize_params(linen.Dense(16).init(KEY, x), "p=i8"), x)
+
+
+def test_boxed_parameters():
+    init = linen.with_partitioning(linen.initializers.lecun_normal(), ("embed", "mlp"))
+    layer = linen.Dense(32, kernel_init=init, dtype_policy="mixed_bfloat16")
+    x = array(4, 64)
+    stored = policy.quantize_params(layer.init(KEY, x), "params=int4:32")
+    close(layer.apply(stored, x), layer.apply(policy.dequantize_params(stored), x))
+    kernel = stored["params"]["kernel"]
+    assert kernel.codes.names == ("embed", None, "mlp") and kernel.scales.names == ("embed", "mlp")
+    specs = linen.get_partition_spec(stored)["params"]["kernel"]
+    assert tuple(specs.codes) == ("embed", None, "mlp") and tuple(specs.scales) == ("embed", "mlp")
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (64, 64)) / 8)
+        self.layers = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(2)])
+        self.norm = nnx.LayerNorm(64, rngs=rngs)
+        self.head = nnx.Linear(64, 64, rngs=rngs)
+        self.head.kernel = self.layers[0].kernel  # tied
+
+    def __call__(self, x):
+        x = jnp.tanh(x @ self.w)
+        for layer in self.layers:
+            x = self.norm(layer(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("text", ["int8", "int4:32"])
+def test_nnx_models(text):
+    stored_in, read_in = texts(text)
+    x, given = array(4, 64), Net(nnx.Rngs(0))
+    model = nnx.apply_policy(given, stored_in, {"layers/1": "mixed_bfloat16"})
+    assert model.head.kernel is model.layers[0].kernel  # what is shared stays shared
+    assert isinstance(model.layers[1].kernel, nnx.Param)
+    reader = nnx.apply_policy(widened(model, given), read_in)
+    close(model(x), reader(x))
+    close(nnx.jit(lambda model, x: model(x))(model, x), reader(x))
+    gradients = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
+    paths = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(gradients)}
+    assert "layers/1/kernel" in paths and "w" not in paths and "head/kernel" not in paths
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param)
+    optimizer.update(model, gradients)
+    assert bool(jnp.isfinite(model(x)).all())
+
+
+@pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")  # emulated
+def test_matmuls_in_8_bits_of_codes():
+    x = array(4, 64)
+    layer = linen.Dense(32, dtype_policy="params=int8,compute=bf16,m=i8")
+    plain = linen.Dense(32, dtype_policy="mixed_bfloat16")
+    stored = policy.quantize_params(plain.init(KEY, x), "params=int8")
+    expected = plain.apply(policy.dequantize_params(stored), x)
+    np.testing.assert_allclose(layer.apply(stored, x).astype(jnp.float32), expected, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: linen.Dense(32, dtype_policy="params=int8").init(KEY, array(2, 64)),
+        lambda: linen.Embed(64, 32, dtype_policy="params=nf4").init(KEY, jnp.arange(2)),
+        lambda: Stack(dtype_policy="params=int4:32").init(KEY, array(2, 64)),
+        lambda: linen.apply_policy(FlaxBlock(), "params=int8").init(KEY, array(2, 64)),
+        lambda: nnx.Linear(64, 32, rngs=nnx.Rngs(0), dtype_policy="params=int8"),
+        lambda: Net(nnx.Rngs(0), dtype_policy="params=int8"),
+    ],
+)
+def test_fresh_parameters_are_refused(make):
+    with pytest.raises(
+        ValueError, match=r"(kernel|embedding|w)' would be created in (int|nf).*adapters"
+    ):
+        make()
