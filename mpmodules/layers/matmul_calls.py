@@ -183,9 +183,11 @@ def _of_codes(
     elif product.operation is inner_products:
         numbers = ((x.ndim - 1,), (1,)), ((), ())
     elif product.operation is jnp.einsum and options.get("out_sharding") is None:
-        return products.einsum(before[0], x, kernel, accumulator_dtype=preferred, **options)
+        return products.einsum_of_codes(
+            before[0], x, kernel, accumulator_dtype=preferred, **options
+        )
     if numbers is None:
-        return products.applied(operation, x, kernel, accumulator_dtype=preferred)
+        return products.bilinear_of_codes(operation, x, kernel, accumulator_dtype=preferred)
     return products.dot_general(x, kernel, numbers, accumulator_dtype=preferred, **options)
 
 

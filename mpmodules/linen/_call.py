@@ -14,7 +14,6 @@ from typing import Any
 import flax.linen as flax_nn
 import jax
 from flax.core import meta
-from flax.errors import ScopeParamShapeError
 from jax.typing import DTypeLike
 
 from mpmodules.calls import classes, own_code
@@ -35,13 +34,12 @@ from mpmodules.tracing.linen_pure_calls import (
     put_back_for_layer,
     states_made_in_float32,
 )
-from policy.core.arrays import cast_floating, is_floating, is_quantized
+from policy.core.arrays import cast_floating, is_floating
 from policy.core.policy import Policy
 from policy.core.precedence import Effective, note_obeyed
 from policy.core.scope import Scope, computes_in_half, current_scope, enter, multiplying
 from policy.programs.paths import joined
 from policy.programs.thread import thread
-from policy.quantized.array import QuantizedArray
 from policy.quantized.params import require_trainable
 
 # Methods that run as Flax runs them: their dtypes are the carry's and the cache's own.
@@ -381,34 +379,6 @@ def param(
     if compute_dtype is None or not calls.paths:
         return stored
     return cast_floating(stored, compute_dtype)
-
-
-def layer_param(
-    self: Any, name: str, init_fn: Callable[..., Any], *init_args: Any, **options: Any
-) -> Any:
-    """Declares a parameter of a layer; one that is stored in 8 or 4 bits is returned as codes.
-
-    Args:
-      name, init_fn, init_args, options: as in `flax.linen.Module.param`.
-
-    Raises:
-      flax.errors.ScopeParamShapeError: codes stand for an array of another shape.
-    """
-    if not self.has_variable("params", name):
-        made = flax_nn.Module.param(self, name, init_fn, *init_args, **options)
-        require_trainable(effective_policy(self, current_scope()).policy, (*self.path, name), made)
-        return made
-    stored = self.get_variable("params", name)
-    if not is_quantized(stored):
-        return flax_nn.Module.param(self, name, init_fn, *init_args, **options)
-    made = jax.eval_shape(lambda: meta.unbox(init_fn(jax.random.key(0), *init_args)))
-    if stored.shape != made.shape:
-        raise ScopeParamShapeError(name, self.scope.path_text, stored.shape, made.shape)
-    # Flax compares the shapes of codes and scales.
-    return flax_nn.Module.param(self, name, lambda *_: stored, unbox=False).unbox_parts()
-
-
-meta.AxisMetadata.register(QuantizedArray)  # modules of others read it as they read boxes
 
 
 def check_names(module: Any) -> None:

@@ -24,11 +24,11 @@ from mpmodules.linen._call import (
     call_traced,
     check_names,
     install_boundaries,
-    layer_param,
     outermost,
     wrapped_once,
 )
 from mpmodules.linen._call import param as own_param
+from mpmodules.linen._quantized import layer_param
 from mpmodules.linen._resolution import note_policy, warn_where_missing
 from mpmodules.linen._summary import tabulate_method
 from policy.core.policy import Policy

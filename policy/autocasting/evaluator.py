@@ -30,7 +30,7 @@ from policy.programs.primitives import DOTS, FORWARD_ADDITIONS, READS_LOGITS, RE
 from policy.programs.rewriting.groups import Group, names_around
 from policy.programs.rewriting.interpreter import Interpreter, readers_of
 from policy.programs.rewriting.outlining import is_part
-from policy.quantized.array import QuantizedArray, layout_of
+from policy.quantized.array import QuantizedArray, widened_layout
 
 AutocastHandler = Callable[["Evaluator", Any, Values], Values]
 
@@ -225,7 +225,7 @@ class Evaluator(Interpreter[CastValue]):
 
     def _evaluated(self, equation: Equation, values: Values) -> Values:
         name, place = equation.primitive.name, self.place_of(equation)
-        if (layout := layout_of(equation)) is not None and not place.is_layer:
+        if (layout := widened_layout(equation)) is not None and not place.is_layer:
             codes, scales = (value.array for value in values)
             stored = QuantizedArray(codes, scales, layout).astype(place.compute)
             return [CastValue(stored.widened(), yields=True, codes=stored)]

@@ -32,7 +32,7 @@ def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Val
         params["preferred_element_type"] = dtype
     if precision is None and place.precision is not None:
         params["precision"] = canonical_precision(place.precision)
-    stored = [side for side, value in enumerate(values) if codes_of(value) is not None]
+    stored = [side for side, value in enumerate(values) if stored_codes(value) is not None]
     if len(stored) == 1 and place.matmul is None and equation.primitive.name == "dot_general":
         return str(dtype), [_of_codes(params, values, stored[0], dtype)]
     arrays = [value.as_dtype(dtype) if value.is_float else value.array for value in values]
@@ -44,7 +44,7 @@ def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Val
     return str(dtype), bound(equation, arrays, params)
 
 
-def codes_of(value: CastValue) -> QuantizedArray | None:
+def stored_codes(value: CastValue) -> QuantizedArray | None:
     """Returns the codes that a value was widened from, and perhaps transposed."""
     return value.codes if value.transposed is None else value.transposed[0].codes
 
@@ -68,7 +68,7 @@ def _of_codes(params: dict[str, Any], values: Values, side: int, dtype: np.dtype
             tuple(of[i] for i in pair[side]) for pair in (contracted, batch)
         )
     operands: list[Any] = [value.as_dtype(dtype) for value in values]
-    operands[side] = codes_of(values[side])
+    operands[side] = stored_codes(values[side])
     numbers: Any = contracted, batch
     product = products.dot_general(operands[0], operands[1], numbers, **params)
     if transposed is not None:

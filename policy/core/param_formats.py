@@ -38,14 +38,14 @@ class _Kind:
     has_minimum: bool = False
 
 
-KINDS = {
+CODES = {
     "int8": _Kind(jnp.int8, 127),
     "float8": _Kind(jnp.float8_e4m3fn, 448),
     "int4": _Kind(jnp.int4, 7, block=32),
     "uint4": _Kind(jnp.uint4, 15, block=32, has_minimum=True),
     "nf4": _Kind(jnp.uint4, 1, table=NF4, block=64),
 }
-_OF_DTYPE = {jnp.dtype(kind.dtype): name for name, kind in KINDS.items() if kind.table is None}
+_OF_DTYPE = {jnp.dtype(kind.dtype): name for name, kind in CODES.items() if kind.table is None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ParamFormat:
     @property
     def bytes_per_param(self) -> float:
         """Bytes of a parameter and its part of a bfloat16 scale, where blocks have a size."""
-        kind = KINDS[self.name]
+        kind = CODES[self.name]
         code = 1.0 if kind.dtype in (jnp.int8, jnp.float8_e4m3fn) else 0.5
         return code if self.block is None else code + (4 if kind.has_minimum else 2) / self.block
 
@@ -90,13 +90,13 @@ def format_of(value: Any) -> ParamFormat | None:
     if not isinstance(value, str):
         dtype = dtype_or_none(value)
         name = None if dtype is None else _OF_DTYPE.get(dtype)
-        return None if name is None else ParamFormat(name, KINDS[name].block)
+        return None if name is None else ParamFormat(name, CODES[name].block)
     name, colon, block = value.partition(":")
     name = {"i8": "int8", "f8": "float8", "i4": "int4"}.get(name, name)
-    if name not in KINDS:
+    if name not in CODES:
         return None
     if not colon:
-        return ParamFormat(name, KINDS[name].block)
+        return ParamFormat(name, CODES[name].block)
     if not block.isdigit() or int(block) < 2 or int(block) % 2:
         raise ValueError(
             f"params={value}: the size of a block should be a positive even number, as in "

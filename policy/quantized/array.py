@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from policy.core.param_formats import KINDS, ParamFormat, format_of
+from policy.core.param_formats import CODES, ParamFormat, format_of
 from policy.programs.jaxprs import Equation
 from policy.programs.marks import REGION
 from policy.quantized.codes import numbers, quantised, scaled
@@ -24,7 +24,7 @@ _WIDENED = f"{REGION}widened_"
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class CodeLayout:
     """How codes and scales make up an array of shape (leading..., n, trailing...).
 
     In blocks, codes are (leading..., n / block, block, trailing), all trailing axes in one, which
@@ -94,7 +94,7 @@ class QuantizedArray:
 
     codes: Any
     scales: Any
-    layout: Layout
+    layout: CodeLayout
 
     is_quantized = True
 
@@ -157,7 +157,7 @@ class QuantizedArray:
             another, or minimums are missing or too many.
         """
         held = _required(format)
-        kind, layout = KINDS[held.name], _layout(codes.shape, held, axis, dtype)
+        kind, layout = CODES[held.name], _layout(codes.shape, held, axis, dtype)
         if (minimums is None) == kind.has_minimum:
             needed = "needs" if kind.has_minimum else "has no"
             raise ValueError(f"{held.text} {needed} minimums, the numbers of the code 0.")
@@ -183,7 +183,7 @@ class QuantizedArray:
         return tuple(zip(keys, (self.codes, self.scales), strict=True)), self.layout
 
     @classmethod
-    def tree_unflatten(cls, layout: Layout, children: Any) -> QuantizedArray:
+    def tree_unflatten(cls, layout: CodeLayout, children: Any) -> QuantizedArray:
         codes, scales = children
         return cls(codes, scales, layout)
 
@@ -209,7 +209,7 @@ class QuantizedArray:
     def nbytes(self) -> int:
         """The bytes of codes and scales in a compiled program."""
         parts = self.unbox_parts()
-        bits = 4 if KINDS[self.layout.name].dtype in (jnp.int4, jnp.uint4) else 8
+        bits = 4 if CODES[self.layout.name].dtype in (jnp.int4, jnp.uint4) else 8
         scales = math.prod(parts.scales.shape) * jnp.dtype(parts.scales.dtype).itemsize
         return math.prod(parts.codes.shape) * bits // 8 + scales
 
@@ -300,13 +300,13 @@ def _required(value: ParamFormat | str) -> ParamFormat:
     held = format_of(value)
     if held is None:
         raise ValueError(
-            f"Unknown format {value!r}: it should be one of {', '.join(KINDS)}, with the size of a "
+            f"Unknown format {value!r}: it should be one of {', '.join(CODES)}, with the size of a "
             "block after a colon, as in int4:32."
         )
     return held
 
 
-def _layout(shape: Sequence[int], format: ParamFormat, axis: int, dtype: DTypeLike) -> Layout:
+def _layout(shape: Sequence[int], format: ParamFormat, axis: int, dtype: DTypeLike) -> CodeLayout:
     axis = axis % len(shape)
     if format.block is not None and shape[axis] % format.block:
         raise ValueError(
@@ -315,10 +315,10 @@ def _layout(shape: Sequence[int], format: ParamFormat, axis: int, dtype: DTypeLi
             "rule."
         )
     trailing = tuple(shape[axis + 1 :])
-    return Layout(format.name, format.block is not None, trailing, jnp.dtype(dtype))
+    return CodeLayout(format.name, format.block is not None, trailing, jnp.dtype(dtype))
 
 
-def _in_blocks(array: Any, layout: Layout, block: int | None) -> Any:
+def _in_blocks(array: Any, layout: CodeLayout, block: int | None) -> Any:
     """Divides the quantised axis into blocks, and puts all trailing axes in one."""
     if block is None:
         return array
@@ -332,7 +332,7 @@ _quantised = jax.jit(quantised, static_argnums=(1, 2, 3))
 
 
 @functools.cache
-def _widening(layout: Layout) -> Any:
+def _widening(layout: CodeLayout) -> Any:
     """Returns a function of codes and scales, whose name in a program tells the layout."""
 
     def widened(codes: jax.Array, scales: jax.Array) -> jax.Array:
@@ -343,10 +343,10 @@ def _widening(layout: Layout) -> Any:
     return jax.jit(widened)
 
 
-_layouts: dict[str, Layout] = {}
+_layouts: dict[str, CodeLayout] = {}
 
 
-def layout_of(equation: Equation) -> Layout | None:
+def widened_layout(equation: Equation) -> CodeLayout | None:
     """Returns the layout of the codes that an equation widens, or None of other equations."""
     name = equation.params.get("name") if _layouts else None
     layout = _layouts.get(name) if isinstance(name, str) else None

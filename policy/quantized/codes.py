@@ -10,12 +10,12 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.core.param_formats import KINDS
-
-Array = jax.Array
+from policy.core.param_formats import CODES
 
 
-def quantised(x: Array, name: str, axis: int, scale_dtype: DTypeLike) -> tuple[Array, Array]:
+def quantised(
+    x: jax.Array, name: str, axis: int, scale_dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
     """Returns the codes of numbers, and their scales: without `axis`, or for codes from a minimum,
     with the scale and the minimum along it.
 
@@ -23,11 +23,11 @@ def quantised(x: Array, name: str, axis: int, scale_dtype: DTypeLike) -> tuple[A
 
     Args:
       x: floating.
-      name: one of `KINDS`.
+      name: one of `CODES`.
       axis: the numbers along it share a scale.
       scale_dtype: floating.
     """
-    kind, wide = KINDS[name], x.astype(jnp.float32)
+    kind, wide = CODES[name], x.astype(jnp.float32)
     limit, lowest = float(jnp.finfo(scale_dtype).max), -kind.largest
     if kind.has_minimum:
         minimum = jnp.maximum(jnp.min(wide, axis, keepdims=True), -limit).astype(scale_dtype)
@@ -53,36 +53,36 @@ def quantised(x: Array, name: str, axis: int, scale_dtype: DTypeLike) -> tuple[A
     return codes, jnp.concatenate([scale, minimum], axis)
 
 
-def scaled(x: Array, name: str, scales: Array, axis: int) -> Array:
+def scaled(x: jax.Array, name: str, scales: jax.Array, axis: int) -> jax.Array:
     """Returns the numbers of codes, as `numbers` returns them, with their scales.
 
     Args:
       x: float32.
-      name: one of `KINDS`.
+      name: one of `CODES`.
       scales: as `quantised` returns them.
       axis: the numbers along it share a scale, counted from the end.
     """
     scales = scales.astype(jnp.float32)
-    if not KINDS[name].has_minimum:
+    if not CODES[name].has_minimum:
         return x * jnp.expand_dims(scales, axis)
     scale, minimum = (lax.slice_in_dim(scales, i, i + 1, axis=axis) for i in (0, 1))
     return x * scale + minimum
 
 
-def numbers(codes: Array, name: str, dtype: DTypeLike = jnp.float32) -> Array:
+def numbers(codes: jax.Array, name: str, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """Returns the float32 numbers that codes stand for, before they are scaled.
 
     Args:
       codes: the codes.
-      name: one of `KINDS`.
+      name: one of `CODES`.
       dtype: that the scaled numbers are rounded to. In bfloat16 those of a table are rounded to it
         before they are scaled, too, which takes half the selections.
     """
-    table = KINDS[name].table
+    table = CODES[name].table
     return codes.astype(jnp.float32) if table is None else _looked_up(codes, table, dtype)
 
 
-def _looked_up(codes: Array, table: tuple[float, ...], dtype: DTypeLike) -> Array:
+def _looked_up(codes: jax.Array, table: tuple[float, ...], dtype: DTypeLike) -> jax.Array:
     """Returns the numbers of 4-bit codes, by their bits: XLA fuses selections into a matmul, but
     no lookup.
     """
@@ -97,7 +97,7 @@ def _looked_up(codes: Array, table: tuple[float, ...], dtype: DTypeLike) -> Arra
     return lax.bitcast_convert_type(upper, jnp.float32)
 
 
-def _selected(numbers: list[Any], is_set: list[Array]) -> Any:
+def _selected(numbers: list[Any], is_set: list[jax.Array]) -> Any:
     """Returns the number whose index has the bits, the lowest first."""
     for chosen in is_set:
         pairs = zip(numbers[::2], numbers[1::2], strict=True)

@@ -4,7 +4,7 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.core.arrays import is_floating, is_quantized, nnx_files, path_name
-from policy.core.param_formats import KINDS, ParamFormat
+from policy.core.param_formats import CODES, ParamFormat
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, RulesLike, as_rules
 from policy.programs.paths import joined
@@ -31,7 +31,7 @@ _SHORTEST = 16  # fewer numbers than that would not pay for a scale
 
 
 def axis_of(
-    names: tuple[str, ...],
+    names: Sequence[str],
     shape: tuple[int, ...],
     format: ParamFormat,
 ) -> int | None:
@@ -203,7 +203,7 @@ def _in_boxes(box: Any, made: QuantizedArray, ndim: int) -> QuantizedArray:
         after = [name for name in names[axis + 1 :] if name is not None][:1]
         of_codes = (*names[: axis + 1], None, *((after or [None]) if layout.trailing else ()))
     shared = len(of_codes) + layout.shared
-    pair = (None,) if KINDS[layout.name].has_minimum else ()
+    pair = (None,) if CODES[layout.name].has_minimum else ()
     of_scales = (*of_codes[:shared], *pair, *of_codes[shared + 1 :])
     codes = box.replace(value=made.codes, names=of_codes)
     return QuantizedArray(codes, box.replace(value=made.scales, names=of_scales), layout)
@@ -266,6 +266,12 @@ def split_frozen(params: Any, trains: Callable[[str], bool] | None = None) -> tu
 
 def merge_frozen(trainable: Any, frozen: Any) -> Any:
     """Returns the parameters of which `split_frozen` made the two parts.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> stored = policy.quantize_params({"kernel": jnp.ones((64, 8))}, "params=int8")
+    >>> policy.merge_frozen(*policy.split_frozen(stored))["kernel"]
+    QuantizedArray('int8', (64, 8), float32)
 
     Args:
       trainable: the first part, updated.

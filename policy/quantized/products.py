@@ -17,23 +17,20 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.core.dtypes import backend
-from policy.core.param_formats import KINDS
+from policy.core.param_formats import CODES
 from policy.functions.einsums import DimensionNumbers, dot_of_einsum
 from policy.functions.reductions import accumulating
 from policy.quantized.array import QuantizedArray, frozen
 
-Array = jax.Array
-Bilinear = Callable[..., Array]
 
-
-def applied(
-    operation: Bilinear,
-    x: Array,
+def bilinear_of_codes(
+    operation: Callable[..., jax.Array],
+    x: jax.Array,
     weight: QuantizedArray,
     *,
     accumulator_dtype: DTypeLike | None = None,
     is_whole: bool = True,
-) -> Array:
+) -> jax.Array:
     """Returns ``operation(x, widened weight)``.
 
     Args:
@@ -46,7 +43,7 @@ def applied(
     layout = weight.layout
     run = operation if accumulator_dtype is None else accumulating(operation, accumulator_dtype)
 
-    def multiplied(x: Array, codes: Array, scales: Array) -> Array:
+    def multiplied(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
         widened = layout.numbers(codes, scales)
         return run(x, widened.reshape(layout.shape(codes.shape)) if is_whole else widened)
 
@@ -60,7 +57,7 @@ def dot_general(
     *,
     accumulator_dtype: DTypeLike | None = None,
     **options: Any,
-) -> Array:
+) -> jax.Array:
     """Computes `jax.lax.dot_general` of an array and codes, in the dtype that these are read in.
 
     Args:
@@ -80,7 +77,7 @@ def dot_general(
     taken = (*of_rhs, *batch_rhs)
     if any(i in taken for i in range(axis + 1, ndim)) or axis in batch_rhs:
         operation = _Dot(dimension_numbers, options)
-        return applied(operation, x, weight, accumulator_dtype=accumulator_dtype)
+        return bilinear_of_codes(operation, x, weight, accumulator_dtype=accumulator_dtype)
     shape = jax.eval_shape(
         _Dot(dimension_numbers, {}), x, jax.ShapeDtypeStruct(weight.shape, x.dtype)
     ).shape
@@ -93,25 +90,25 @@ def dot_general(
     x, taken_x, kept = _of_blocks(x, weight, tuple(of_lhs), tuple(of_rhs), tuple(batch_lhs))
     contracted_x, batch_x = taken_x
     operation = _Dot(((contracted_x, kept), (batch_x, tuple(batch_rhs))), options)
-    y = applied(operation, x, weight, accumulator_dtype=accumulator_dtype, is_whole=False)
+    y = bilinear_of_codes(operation, x, weight, accumulator_dtype=accumulator_dtype, is_whole=False)
     if row is not None:
         y = lax.slice_in_dim(y, 0, 1, axis=row)
     return y.reshape(shape)
 
 
-def einsum(
+def einsum_of_codes(
     subscripts: str,
-    x: Array,
+    x: jax.Array,
     weight: QuantizedArray,
     *,
     accumulator_dtype: DTypeLike | None = None,
     **options: Any,
-) -> Array:
+) -> jax.Array:
     """Computes `jax.numpy.einsum` of an array and codes; arguments as in `dot_general`."""
     found = dot_of_einsum(subscripts, x.ndim, weight.ndim)
     if found is None:
         run = lambda x, w, **preferred: jnp.einsum(subscripts, x, w, **options, **preferred)  # noqa: E731
-        return applied(run, x, weight, accumulator_dtype=accumulator_dtype)
+        return bilinear_of_codes(run, x, weight, accumulator_dtype=accumulator_dtype)
     numbers, axes = found
     y = dot_general(x, weight, numbers, accumulator_dtype=accumulator_dtype, **options)
     return jnp.transpose(y, axes)
@@ -122,17 +119,17 @@ class _Dot:
     numbers: Any
     options: dict[str, Any]
 
-    def __call__(self, lhs: Array, rhs: Array, **preferred: Any) -> Array:
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, **preferred: Any) -> jax.Array:
         return lax.dot_general(lhs, rhs, self.numbers, **self.options, **preferred)
 
 
 def _of_blocks(
-    x: Array,
+    x: jax.Array,
     weight: QuantizedArray,
     of_x: tuple[int, ...],
     of_weight: tuple[int, ...],
     batch_x: tuple[int, ...],
-) -> tuple[Array, tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]]:
+) -> tuple[jax.Array, tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]]:
     """Divides the axis of `x` that is contracted with the quantised one as that is divided.
 
     Returns:
@@ -158,7 +155,7 @@ def _of_blocks(
     return x, (divided(moved(of_x), at), moved(batch_x)), divided(of_weight, axis)
 
 
-def _row_to_repeat(x: Array, taken: Sequence[int], batch: Sequence[int]) -> int | None:
+def _row_to_repeat(x: jax.Array, taken: Sequence[int], batch: Sequence[int]) -> int | None:
     """Returns the axis of a single row, of which a TPU is to compute eight; None otherwise."""
     free = [i for i in range(x.ndim) if i not in taken]
     if batch or not free or math.prod(x.shape[i] for i in free) != 1 or backend()[0] != "tpu":
@@ -166,7 +163,7 @@ def _row_to_repeat(x: Array, taken: Sequence[int], batch: Sequence[int]) -> int 
     return free[-1]
 
 
-def rows(table: QuantizedArray, tokens: Array) -> Array:
+def rows(table: QuantizedArray, tokens: jax.Array) -> jax.Array:
     """Looks up rows of a table (tokens, features...), and widens those alone.
 
     Args:
@@ -175,7 +172,7 @@ def rows(table: QuantizedArray, tokens: Array) -> Array:
     """
     parts, layout = table.unbox_parts(), table.layout
 
-    def taken(array: Array, index: Array = tokens) -> Array:
+    def taken(array: jax.Array, index: jax.Array = tokens) -> jax.Array:
         return jnp.take(array, index, axis=0)
 
     if layout.axis != -table.ndim:
@@ -192,7 +189,7 @@ def rows(table: QuantizedArray, tokens: Array) -> Array:
         codes = parts.codes.at[tokens // block, tokens % block].get(mode="fill")
         scales = taken(parts.scales, tokens // block)
     unit = dataclasses.replace(layout, trailing=(), is_blocked=False)
-    if KINDS[layout.name].has_minimum:
+    if CODES[layout.name].has_minimum:
         scales = jnp.moveaxis(scales, layout.shared, -1)
     found = unit.numbers(codes[..., None], scales)[..., 0]
     return found.reshape(*tokens.shape, *layout.trailing)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from policy import QuantizedArray
-from policy.core.param_formats import KINDS, NF4, ParamFormat, format_of
+from policy.core.param_formats import CODES, NF4, ParamFormat, format_of
 from policy.quantized import products
 
 # github.com/bitsandbytes-foundation/bitsandbytes, csrc/kernels.cu, dQuantizeNF4: the code i + 1 is
@@ -50,7 +50,7 @@ def nearest(unit, name):
         levels = np.unique(levels[np.isfinite(levels)])
     else:
         lowest = {"int8": -127, "int4": -7, "uint4": 0}[name]
-        levels = np.arange(lowest, KINDS[name].largest + 1)
+        levels = np.arange(lowest, CODES[name].largest + 1)
     away = np.abs(unit[..., None] - levels)
     first, second = np.sort(away, -1)[..., :2].transpose(-1, *range(unit.ndim))
     best = away.argmin(-1)
@@ -82,7 +82,7 @@ def test_numbers_around_the_published_thresholds_get_the_published_codes():
 @pytest.mark.parametrize("scale_dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_codes_are_the_nearest_for_the_rounded_scale(text, scale_dtype):
     held = held_format(text)
-    kind, x = KINDS[held.name], wide_numbers()
+    kind, x = CODES[held.name], wide_numbers()
     stored = QuantizedArray.of(jnp.asarray(x), text, scale_dtype=scale_dtype)
     blocks = in_blocks(x, held.block)
     eps = float(jnp.finfo(scale_dtype).eps)
@@ -110,7 +110,7 @@ def test_codes_are_the_nearest_for_the_rounded_scale(text, scale_dtype):
 @pytest.mark.parametrize("text", ["int8:2", "float8:2", "int4:2", "uint4:2", "nf4:2"])
 def test_every_code_with_every_kind_of_scale_is_read_as_it_is(text):
     name = held_format(text).name
-    dtype = KINDS[name].dtype
+    dtype = CODES[name].dtype
     codes = np.arange(256, dtype=np.uint8)
     if dtype in (jnp.int8, jnp.float8_e4m3fn):
         codes = codes.view(dtype)
@@ -124,7 +124,7 @@ def test_every_code_with_every_kind_of_scale_is_read_as_it_is(text):
     )
     signs = rng.choice([-1, 1], scales.shape)  # a scale of GGUF's may be negative
     scales = (scales * signs).astype(np.float16)
-    minimums = scales[::-1].copy() if KINDS[name].has_minimum else None
+    minimums = scales[::-1].copy() if CODES[name].has_minimum else None
     stored = QuantizedArray.of_codes(codes, scales, text, axis=0, minimums=minimums)
     numbers = np.array(NF4)[codes.astype(int)] if name == "nf4" else np.asarray(codes, np.float64)
     exact = numbers * np.asarray(scales, np.float64).repeat(2, 0)
@@ -189,7 +189,9 @@ def test_matmuls_and_lookups_of_blocks_read_minimums(text):
             kernel = jnp.asarray(rng.normal(1, 1, shape), jnp.float32)
             stored = QuantizedArray.of(kernel, text, axis=axis)
             wide = np.asarray(stored, np.float64)
-            y, pull = jax.vjp(lambda x, w=stored, s=subscripts: products.einsum(s, x, w), x)
+            y, pull = jax.vjp(
+                lambda x, w=stored, s=subscripts: products.einsum_of_codes(s, x, w), x
+            )
             exact = np.einsum(subscripts, np.asarray(x, np.float64), wide)
             np.testing.assert_allclose(y, exact, rtol=0, atol=1e-5 * np.abs(exact).max())
             given = subscripts.split(",")[0], *subscripts.split(",")[1].split("->")
