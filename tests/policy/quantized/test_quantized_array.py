@@ -63,8 +63,11 @@ def test_codes_are_those_of_numpy(text):
         np.asarray(stored.codes.astype(jnp.float32)).reshape(codes.shape), codes
     )
     np.testing.assert_array_equal(stored.widened(), numbers)
-    np.testing.assert_array_equal(
-        stored.astype(jnp.bfloat16).widened(), numbers.astype(ml_dtypes.bfloat16)
+    half = np.asarray(stored.astype(jnp.bfloat16).widened().astype(jnp.float32))
+    # In bfloat16 the table of nf4 is rounded before its numbers are scaled.
+    rtol = 2**-7 if text.startswith("nf4") else 0
+    np.testing.assert_allclose(
+        half, numbers.astype(ml_dtypes.bfloat16).astype(np.float32), rtol=rtol
     )
 
 
