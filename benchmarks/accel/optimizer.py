@@ -48,6 +48,7 @@ BOUNDS = {
     "remainder8, int4 moments": 3.2,
     "kahan": 1.8,
     "stochastic": 1.2,
+    "int4 moments, f32 / bf16": 2.85,
     "int8 moments, f32 / bf16": 2.85,
     "float8 moments, f32 / bf16": 2.85,
 }
