@@ -457,6 +457,8 @@ def attended_loss(
     """
     scope = current_scope()
     policy = scope.policy
+    if isinstance(table, QuantizedArray) and layer.dtype is not None:
+        table = table.astype(layer.dtype)
     table = jnp.asarray(table)
     if policy is None or not promotes_as_flax(layer) or layer._numerics.result_dtype is None:
         query, table = promote(query, table)

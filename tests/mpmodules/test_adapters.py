@@ -9,6 +9,8 @@ import pytest
 import policy
 from mpmodules import linen as nn
 from mpmodules import nnx, use_policy
+from policy.core.param_formats import ParamFormat
+from policy.quantized.params import axis_of
 
 HELD = "params=nf4,compute={},output=float32"
 WIDTH, RANK = 64, 4
@@ -158,3 +160,11 @@ def test_merged_adapters_compute_what_they_did_beside_the_base():
     np.testing.assert_allclose(y, model.apply({"params": wide}, x), atol=1e-5)
     again = policy.quantize_params(whole, held)
     assert again["layers_0"]["kernel"].format.text == "nf4:64"
+
+
+def test_adapters_stay_and_an_adapted_query_is_contracted_along_its_first_axis():
+    nf4 = ParamFormat("nf4", 64)
+    assert axis_of(("dense", "lora_a"), (64, 4), nf4) is None
+    assert axis_of(("dense", "lora_a", "kernel"), (64, 4), nf4) is None
+    assert axis_of(("query", "base_module", "kernel"), (64, 3, 2), nf4) == -3
+    assert axis_of(("out", "base", "kernel"), (2, 64, 8), nf4) == -2
