@@ -126,11 +126,14 @@ def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
     )
 
 
-def written(cache: nnx.Cache, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """The cache (B, S, K, H) with `new` (B, T, K, H) put at `positions` (B, T), as `new` is."""
+def written(cache: nnx.Cache, new: jax.Array, positions: jax.Array) -> jax.Array | mp.Quantised:
+    """The cache (B, S, K, H) with `new` (B, T, K, H) put at `positions` (B, T)."""
     rows = jnp.arange(len(new))[:, None]
-    cache[...] = cache[...].at[rows, positions].set(new.astype(cache.dtype))
-    return cache[...].astype(new.dtype)
+    held = jax.tree.map(
+        lambda held, x: held.at[rows, positions].set(x), cache.get_value(), mp.quantize_cache(new)
+    )
+    cache.set_value(held)
+    return held if isinstance(held, mp.Quantised) else held.astype(new.dtype)
 
 
 class Attention(nnx.Module):
@@ -160,9 +163,8 @@ class Attention(nnx.Module):
         key, value = rotate(self.key(x), rotation), self.value(x)  # (B, T, K, H)
         if cache_length is not None:
             shape = (len(x), cache_length, self.config.key_heads, self.config.head_width)
-            dtype = mp.compute_dtype()  # in what keys and values are computed in
-            self.cached_key = nnx.Cache(jnp.zeros(shape, dtype))
-            self.cached_value = nnx.Cache(jnp.zeros(shape, dtype))
+            empty = mp.quantize_cache(jnp.zeros(shape))  # in the policy's cache_dtype
+            self.cached_key, self.cached_value = nnx.Cache(empty), nnx.Cache(empty)
         if self.cached_key is not None:
             key, value = (
                 written(self.cached_key, key, positions),

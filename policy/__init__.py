@@ -32,6 +32,8 @@ from policy.grads.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, 
 from policy.grads.loss_scale import ScaledGradients
 from policy.grads.value_and_grad import grad, value_and_grad
 from policy.core.dtypes import ScaledMatmul, cast_to_full, cast_to_half, half_dtype
+from policy.eight_bits.caches import quantize_cache
+from policy.eight_bits.quantisation import Quantised
 from policy.optim.master_weights import master_params
 from policy.optim.state import MixedPrecisionState, loss_scale_of
 from policy.optim.wrapper import MixedPrecision, apply_gradients, mixed_precision
@@ -65,6 +67,7 @@ __all__ = [
     "Policy",
     "PolicyCost",
     "PolicyRules",
+    "Quantised",
     "QuantizedArray",
     "RunLog",
     "ScaledGradients",
@@ -99,6 +102,7 @@ __all__ = [
     "output_dtype",
     "pack_params",
     "param_dtype",
+    "quantize_cache",
     "quantize_params",
     "reduction_dtype",
     "reductions",

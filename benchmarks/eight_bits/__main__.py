@@ -30,6 +30,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "digits": images.of_digits,
     "fashion_mnist": images.of_fashion,
     "smollm2": published.smollm2,
+    "smollm2_cache": published.smollm2_cache,
     "minilm": published.minilm,
 }
 ON_PAGE = ("errors", "language_model", "smollm2")

@@ -30,6 +30,12 @@ KEPT = {  # of SmolLM2, with a rule that keeps the last matrix of each block
     "mixed_float8, `mlp/down` in bfloat16": "mixed_float8",
     "mixed_int8, `mlp/down` in bfloat16": "mixed_int8",
 }
+CACHES = {  # of SmolLM2: the dtype of its keys and values
+    "bfloat16": "mixed_bfloat16",
+    "int8": "p=f32,c=bf16,o=f32,k=i8",
+    "float8": "p=f32,c=bf16,o=f32,k=f8",
+}
+CACHE_BOUND = 0.005  # nats that an int8 cache may cost
 TOKENS = 20  # generated after each prompt
 WINDOWS, WINDOW, BATCH = 16, 128, 4  # of the text whose loss is taken: tokens
 VERSES = 512
@@ -58,9 +64,12 @@ class Language:
 
 @nnx.jit
 def _loss(model: Any, tokens: jax.Array) -> jax.Array:
-    """The mean loss of (B, T) tokens but the first ones, in nats a token."""
+    """The mean loss of (B, T) tokens but the first ones, in nats a token, with keys and values as
+    the cache holds them.
+    """
     given = tokens[:, :-1]
-    logits = model(given, jnp.broadcast_to(jnp.arange(given.shape[1]), given.shape))
+    positions = jnp.broadcast_to(jnp.arange(given.shape[1]), given.shape)
+    logits = model(given, positions, cache_length=given.shape[1])
     losses = optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), tokens[:, 1:]
     )
@@ -86,6 +95,7 @@ def language(
     mine = generation if reference is None else reference
     same = generation.logits.argmax(-1) == mine.tokens  # (B, N)
     error = float(np.abs(generation.logits - mine.logits).max())
+    model = nnx.clone(model)  # the text's cache is this one's
     loss = float(np.mean([_loss(model, jnp.asarray(batch)) for batch in text]))
     return Language(int(same.all(1).sum()), int(same.sum()), error, loss), generation
 
@@ -102,6 +112,23 @@ def _smollm2_text(tokenizer: Any) -> np.ndarray:
 
 def smollm2() -> Table:
     """Generates with SmolLM2-135M, and takes the loss of a text, under every policy."""
+    found, prompts = _languages({**POLICIES, **KEPT})
+    return _of_language(found, prompts)
+
+
+def smollm2_cache() -> Table:
+    """The same with keys and values cached in each dtype."""
+    found, prompts = _languages(CACHES)
+    table = _of_language(found, prompts, "cache of SmolLM2-135M")
+    rise = found["int8"].loss - found["bfloat16"].loss
+    missed = f"the loss with an int8 cache rises by {rise:.4f} nats, bound {CACHE_BOUND}"
+    return dataclasses.replace(table, missed=(missed,) if rise > CACHE_BOUND else ())
+
+
+def _languages(policies: dict[str, str]) -> tuple[dict[str, Language], int]:
+    """Returns SmolLM2's figures under policies, the first of which is the reference, and how many
+    prompts there are.
+    """
     from examples import smollm2_generate as job
 
     reader = job.gguf.GGUFReader(job.find_weights())
@@ -110,17 +137,18 @@ def smollm2() -> Table:
     prompts = [tokenizer.encode(prompt).ids for prompt in job.PROMPTS]
     found: dict[str, Language] = {}
     reference = None
-    for name, policy in {**POLICIES, **KEPT}.items():
+    for name, policy in policies.items():
         rules = mp.PolicyRules.from_texts([DOWN] if name in KEPT else [])
         model = job.build(config, weights, mp.get_policy(policy), rules)
         found[name], generation = language(model, prompts, text, reference)
         reference = generation if reference is None else reference
         print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
-    return _of_language(found, len(prompts))
+    return found, len(prompts)
 
 
-def _of_language(found: dict[str, Language], prompts: int) -> Table:
-    base = found["float32"].loss
+def _of_language(found: dict[str, Language], prompts: int, title: str = "SmolLM2-135M") -> Table:
+    first = next(iter(found))
+    base = found[first].loss
     rows = tuple(
         (
             name,
@@ -130,7 +158,7 @@ def _of_language(found: dict[str, Language], prompts: int) -> Table:
         )
         for name, figures in found.items()
     )
-    header = ("SmolLM2-135M", "tokens as float32's", "loss", "beside float32")
+    header = (title, f"tokens as {first}'s", "loss", f"beside {first}")
     return Table(header, rows)
 
 

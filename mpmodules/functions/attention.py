@@ -246,6 +246,7 @@ def dot_product_attention_weights(
     reduction_dtype: DTypeLike = jnp.float32,
     soft_cap: float | None = None,
     dtype: DTypeLike | None = None,
+    key_scale: Array | None = None,
 ) -> Array:
     """Computes softmax(q k^T / sqrt(H) + bias) over the keys, in `reduction_dtype` from the
     matmul's accumulator on.
@@ -268,6 +269,7 @@ def dot_product_attention_weights(
         soft_cap)``, as Gemma 2 does (arXiv:2408.00118, section 2); None does not.
       dtype: of the weights; None is `reduction_dtype`. Backward keeps the weights in it, nothing
         else of their size.
+      key_scale: (B..., S, K, 1), which the logits of a key are multiplied by; None is 1.
 
     Returns:
       (B..., N, T, S) in `dtype`.
@@ -279,7 +281,7 @@ def dot_product_attention_weights(
       ((2, 4, 5, 5), dtype('float32'))
     """
     check_shapes(query, key)
-    options = (is_causal, precision, einsum, reduction_dtype, soft_cap)
+    options = (is_causal, precision, einsum, reduction_dtype, soft_cap, key_scale)
     logits = _logits(query, key, bias, mask, *options)
     if dtype is None or logits.dtype == dtype:
         return jax.nn.softmax(logits, axis=-1)
@@ -296,6 +298,7 @@ def _logits(
     einsum: Callable[..., Array] | None,
     reduction_dtype: DTypeLike,
     soft_cap: float | None,
+    key_scale: Array | None = None,
 ) -> Array:
     """Computes q k^T / sqrt(H) + bias, masked: (B..., N, T, S), the matmul's accumulator in
     `reduction_dtype`.
@@ -303,7 +306,7 @@ def _logits(
     heads, key_heads = query.shape[-2], key.shape[-2]
     scale = 1 / math.sqrt(query.shape[-1])
     is_bare = einsum is None and bias is None and mask is None and not is_causal
-    is_bare = is_bare and soft_cap is None
+    is_bare = is_bare and soft_cap is None and key_scale is None
     if is_bare and _is_scaled_ahead(scale, query, key):
         query, scale = query * np.asarray(scale, query.dtype), 1.0
     if einsum is not None:
@@ -315,6 +318,8 @@ def _logits(
         grouped = query.reshape(*query.shape[:-2], *groups, query.shape[-1])  # (B..., T, K, G, H)
         logits = _dot("...qhgd,...khd->...hgqk", grouped, key, precision, reduction_dtype)
         logits = logits.reshape(*logits.shape[:-4], heads, *logits.shape[-2:])  # (B..., N, T, S)
+    if key_scale is not None:
+        logits = logits * by_query_head(key_scale, heads).astype(logits.dtype)
     if scale != 1:
         logits = logits * np.asarray(scale, logits.dtype)
     if soft_cap is not None:
@@ -325,6 +330,20 @@ def _logits(
     if mask is not None or is_causal:
         logits = keeping_inputs_once(_masked, is_causal)(logits, mask)
     return logits
+
+
+def by_query_head(scale: Array, heads: int) -> Array:
+    """Returns scales of keys or values (B..., S, K, 1) beside the weights of N heads.
+
+    Returns:
+      (B..., N, 1, S).
+
+    Example:
+      >>> attention.by_query_head(jnp.ones((2, 7, 2, 1)), 4).shape
+      (2, 4, 1, 7)
+    """
+    rows = jnp.swapaxes(scale, -3, -1)  # (B..., 1, K, S)
+    return jnp.repeat(jnp.swapaxes(rows, -3, -2), heads // scale.shape[-2], axis=-3)
 
 
 def _is_scaled_ahead(scale: float, query: Array, key: Array) -> bool:
@@ -415,6 +434,43 @@ def weighted_values(
     grouped = weights.reshape(*weights.shape[:-3], *groups, *weights.shape[-2:])
     out = einsum("...hgqk,...khd->...qhgd", grouped, value)
     return out.reshape(*out.shape[:-3], heads, out.shape[-1])
+
+
+def weighted_codes(
+    weights: Array,
+    codes: Array,
+    scale: Array,
+    einsum: Callable[..., Array] | None = None,
+    **how: Any,
+) -> Array:
+    """Sums values that are codes times scales by attention weight.
+
+    The weights are multiplied by the scales, and divided by their largest product, so that it is 1
+    in half precision.
+
+    Args:
+      weights: (B..., N, T, S), in reduction_dtype.
+      codes: (B..., S, K, H), in the dtype to multiply in; `scale`: (B..., S, K, 1).
+      einsum: computes the sums instead of ours.
+      **how: `precision` of `weighted_values`.
+
+    Returns:
+      (B..., T, N, H) in the codes' dtype.
+
+    Example:
+      >>> weights, codes = jnp.ones((2, 4, 5, 7)), jnp.ones((2, 7, 4, 8))
+      >>> attention.weighted_codes(weights, codes, jnp.ones((2, 7, 4, 1))).shape
+      (2, 5, 4, 8)
+    """
+    scaled = weights * by_query_head(scale, weights.shape[-3]).astype(weights.dtype)
+    smallest = np.asarray(jnp.finfo(weights.dtype).tiny, weights.dtype)
+    largest = jnp.maximum(jnp.max(scaled, axis=-1, keepdims=True), smallest)
+    parts = (scaled / largest).astype(codes.dtype)
+    if einsum is None:
+        sums = weighted_values(parts, codes, preferred_element_type=weights.dtype, **how)
+    else:
+        sums = einsum("...hqk,...khd->...qhd", parts, codes)
+    return (sums.astype(weights.dtype) * jnp.swapaxes(largest, -2, -3)).astype(codes.dtype)
 
 
 def _dot(

@@ -21,6 +21,7 @@ from mpmodules.functions import attention
 from mpmodules.functions.fused_attention import fused_kernel
 from policy.core.arrays import cast_array
 from policy.core.scope import current_policy, current_scope, enter
+from policy.eight_bits.quantisation import Quantised
 from policy.programs import marks
 
 Array = jax.Array
@@ -81,6 +82,20 @@ def fused_in_own_code(
     return choice.attend, choice.program
 
 
+def codes_and_scales(
+    query: Array, key: Array | Quantised, value: Array | Quantised | None = None
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Returns keys and values that may be in 8 bits as arrays, codes in the dtype of the queries,
+    and the scales among the options of an `AttentionCall`.
+    """
+    arrays, scales = [], {}
+    for name, x in (("key_scale", key), ("value_scale", value)):
+        if isinstance(x, Quantised):
+            scales[name] = x.scale
+        arrays.append(x.codes.astype(query.dtype) if isinstance(x, Quantised) else x)
+    return *arrays, scales
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
     """The options of a call of Flax's attention functions, of queries (B..., T, N, H), keys
@@ -97,6 +112,7 @@ class AttentionCall:
       wide_weights: whether the weights stay in reduction_dtype.
       attention_axes: the mesh axes of queries; None for those of the policy's scope.
       soft_cap: limits the logits, or None.
+      key_scale, value_scale: (B..., S, K, 1), of keys and values that are codes; None is 1.
     """
 
     bias: Array | None
@@ -114,20 +130,25 @@ class AttentionCall:
     wide_weights: bool = False
     attention_axes: PartitionSpec | None = None
     soft_cap: float | None = None
+    key_scale: Array | None = None
+    value_scale: Array | None = None
 
     def weights(self, query: Array, key: Array) -> Array:
         """Computes attention weights (B..., N, T, S) in reduction_dtype, rounds and sows them, and
         drops some.
         """
+        wide = self.wide_weights or self.value_scale is not None
         weights = attention.dot_product_attention_weights(
             query,
             key,
             einsum=self.einsum,
-            dtype=None if self.wide_weights else query.dtype,
+            dtype=None if wide else query.dtype,
+            key_scale=self.key_scale,
             **self._options,
         )
         if self.module is not None:
-            self.module.sow(self.collection, "attention_weights", weights)
+            sown = weights if self.wide_weights else weights.astype(query.dtype)
+            self.module.sow(self.collection, "attention_weights", sown)
         if not self._drops:
             return weights
         return attention.dropout(
@@ -163,6 +184,7 @@ class AttentionCall:
             "sown weights": self.module is not None,
             "a custom einsum": bool(self.einsum or self.values_einsum),
             "force_fp32_for_softmax without a policy": self.wide_weights,
+            "keys and values in 8 bits": not (self.key_scale is None and self.value_scale is None),
         }
         choice = fused_kernel(
             implementation,
@@ -183,6 +205,9 @@ class AttentionCall:
             if not any(obstacles.values()):
                 return attention.dot_product_attention(query, key, value, **self._options)
             weights = self.weights(query, key)
+            if self.value_scale is not None:
+                how = {"einsum": self.values_einsum, "precision": self.precision}
+                return attention.weighted_codes(weights, value, self.value_scale, **how)
             if self.values_einsum is not None:
                 return self.values_einsum("...hqk,...khd->...qhd", weights, value)
             return attention.weighted_values(weights, value, precision=self.precision)

@@ -66,31 +66,43 @@ class Quantised:
 
     Attributes:
       codes: the array divided by its scale, in float8 or int8; its shape.
-      scale: float32, with size 1 along the axes that share a scale.
+      scale: float32, or the bfloat16 of a cache, with size 1 along the axes that share a scale.
     """
 
     codes: Array
     scale: Array
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.codes.shape
+
 
 def quantise(
-    x: Array, axes: Sequence[int], dtype: np.dtype, scaling: Literal["row", "tensor"] = "row"
+    x: Array,
+    axes: Sequence[int],
+    dtype: np.dtype,
+    scaling: Literal["row", "tensor"] = "row",
+    scale_dtype: DTypeLike = jnp.float32,
 ) -> Quantised:
     """Returns an array in 8 bits.
 
     The scale is at least 2**-126, a power of two for float8, so that scaling is exact, and the
     quotient of the largest magnitude and 127 for int8. It is NaN where a number is not finite.
+    It is rounded up to `scale_dtype` before the array is divided by it.
 
     Args:
       x: floating.
       axes: the axes that are contracted, which share a scale by "row".
       dtype: of the codes.
       scaling: "row", or "tensor" for one scale.
+      scale_dtype: float32 or bfloat16.
     """
     shared = tuple(range(x.ndim)) if scaling == "tensor" else tuple(axes)
     wide = x.astype(jnp.float32)
     largest = functools.partial(jnp.max, axis=shared, keepdims=True, initial=0)
-    return quantise_by(wide, largest_magnitude(wide, largest), dtype)
+    largest_ones = largest_magnitude(wide, largest)
+    return quantise_by(wide, largest_ones, dtype, scale_dtype=scale_dtype)
 
 
 def quantise_by(
@@ -98,6 +110,7 @@ def quantise_by(
     largest: Array,
     dtype: np.dtype,
     beside: Callable[[Array], Array] = lambda scale: scale,
+    scale_dtype: DTypeLike = jnp.float32,
 ) -> Quantised:
     """Returns a float32 array in 8 bits, as `quantise`.
 
@@ -106,16 +119,18 @@ def quantise_by(
       largest: the largest magnitudes of the numbers that share a scale.
       dtype: of the codes.
       beside: brings scales, shaped as `largest`, to a shape that broadcasts with `wide`.
+      scale_dtype: float32 or bfloat16.
     """
+    dropped = 23 - int(jnp.finfo(scale_dtype).nmant)
     if dtype == INT8:
-        scale = jnp.maximum(largest / 127, _SMALLEST_SCALE)
+        scale = jnp.maximum(_rounded_up(largest / 127, dropped), _SMALLEST_SCALE)
         codes = jnp.clip(jnp.round(wide / beside(scale)), -127, 127)
     else:
         limit = float(jnp.finfo(dtype).max)
-        scale = jnp.maximum(_next_power_of_two(largest / limit), _SMALLEST_SCALE)
+        scale = jnp.maximum(_rounded_up(largest / limit, 23), _SMALLEST_SCALE)
         codes = jnp.clip(wide / beside(scale), -limit, limit)
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
-    return Quantised(codes.astype(dtype), scale)
+    return Quantised(codes.astype(dtype), scale.astype(scale_dtype))
 
 
 def shared_operands() -> contextlib.AbstractContextManager[None]:
@@ -157,10 +172,14 @@ def largest_magnitude(x: Array, largest: Callable[[Array], Array]) -> Array:
     return lax.bitcast_convert_type(largest(bits), jnp.float32)
 
 
-def _next_power_of_two(x: Array) -> Array:
-    """Returns the smallest power of two that is not below a float32, of normal numbers exactly."""
+def _rounded_up(x: Array, dropped: int) -> Array:
+    """Rounds positive float32 numbers up so that the last `dropped` of 23 bits of their mantissas
+    are 0: with 23, to powers of two, of normal numbers exactly.
+    """
+    if not dropped:
+        return x
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    mantissa = np.uint32(2**23 - 1)
+    mantissa = np.uint32(2**dropped - 1)
     return lax.bitcast_convert_type((bits + mantissa) & ~mantissa, jnp.float32)
 
 

@@ -9,16 +9,24 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as flax_nn
+import jax
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import Crossing, MethodCall
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.functions import attention
 from mpmodules.layers.attention_calls import ATTENTION
+from mpmodules.layers.cache_calls import check_cache, decoding, is_or_binds, own_cache_dtype
 from mpmodules.linen._layers.dot_product_attention import dot_product_attention
 from mpmodules.linen._module import Module
 from mpmodules.linen._port import Adopter, adopting
-from mpmodules.linen._resolution import declared_dtypes, declared_field, dtype_fields, fields_set
+from mpmodules.linen._resolution import (
+    declared_dtypes,
+    declared_field,
+    dtype_fields,
+    fields_set,
+    where,
+)
 from policy.core.policy import Policy
 from policy.eight_bits.quantisation import shared_operands
 
@@ -45,12 +53,45 @@ class Attention(Module):
         if call.effective.dtype is not None:
             fields["dtype"] = call.effective.dtype
         given = declared_dtypes(self) if call.policy is None else {}
-        decoding = attention.adding_indices(bool(getattr(self, "decode", False)))
+        decodes = bool(getattr(self, "decode", False))
+        if decodes and call.policy is not None and call.complex_dtype is None:
+            fields |= self._cache_fields(call.policy, fields)
+        indices = attention.adding_indices(decodes)
         inside = contextlib.nullcontext()
         if not calls.adopters:  # else that of the port reaches the layers inside
             inside = adopting(Adopter([name for name in given if given[name] is not None]))
-        with fields_set(self, fields), inside, decoding, shared_operands():
+        with fields_set(self, fields), inside, indices, shared_operands():
             return call.run(self)
+
+    def _cache_fields(self, policy: Policy, fields: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of a layer that decodes, where Flax's own code does not keep the cache
+        of its policy.
+        """
+        dtype, variables = own_cache_dtype(policy, fields["dtype"]), _Variables(self)
+        if self.is_mutable_collection("cache"):  # else it is refused by Flax
+            check_cache(variables, policy, dtype or policy.compute_dtype, where(self))
+        if dtype is None:
+            return {}
+        attend = fields.get("attention_fn", declared_field(self, "attention_fn"))
+        takes_codes = is_or_binds(attend, dot_product_attention)
+        attend = decoding(attend, variables, dtype, takes_codes=takes_codes)
+        return {"decode": False, "attention_fn": attend}
+
+
+class _Variables:
+    """The cache of a linen layer."""
+
+    def __init__(self, module: Any):
+        self.module = module
+
+    def has(self, name: str) -> bool:
+        return self.module.has_variable("cache", name)
+
+    def read(self, name: str) -> jax.Array:
+        return self.module.get_variable("cache", name)
+
+    def write(self, name: str, array: jax.Array) -> None:
+        self.module.variable("cache", name, lambda: array).value = array
 
 
 class MultiHeadDotProductAttention(Attention, flax_nn.MultiHeadDotProductAttention):

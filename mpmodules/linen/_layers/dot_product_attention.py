@@ -16,8 +16,9 @@ from jax.typing import DTypeLike
 
 from mpmodules.functions import attention
 from mpmodules.functions.functional import is_half
-from mpmodules.layers.attention_calls import AttentionCall, layer_in_own_code
+from mpmodules.layers.attention_calls import AttentionCall, codes_and_scales, layer_in_own_code
 from policy.core.scope import current_policy
+from policy.eight_bits.quantisation import Quantised
 
 
 @layer_in_own_code
@@ -86,8 +87,8 @@ def dot_product_attention_weights(
 @layer_in_own_code
 def dot_product_attention(
     query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    key: jax.Array | Quantised,
+    value: jax.Array | Quantised,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
     broadcast_dropout: bool = True,
@@ -113,7 +114,8 @@ def dot_product_attention(
     Args:
       query: (batch..., queries, heads, width).
       key, value: (batch..., keys, key heads, width), where the key heads divide the heads (Flax's
-        own function takes equal ones only).
+        own function takes equal ones only), as arrays or as codes and scales of
+        `policy.quantize_cache`.
       implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is
         neither; None chooses (`mpmodules.functions.fused_attention.fused_kernel` says when).
       attention_axes: the `PartitionSpec` of queries over the automatic axes of the mesh; None for
@@ -138,10 +140,11 @@ def dot_product_attention(
     """
     dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     einsums = (qk_attn_weights_einsum, attn_weights_value_einsum)
+    key, value, scales = codes_and_scales(query, key, value)
     dtype = attention.operand_dtype(dtype, query, key, value)
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
     upstream = None
-    if _is_flaxs(query, key) and soft_cap is None:
+    if _is_flaxs(query, key) and soft_cap is None and not scales:
         how = (dtype, precision, module, force_fp32_for_softmax, einsum_dot_general, *einsums)
         upstream = functools.partial(
             flax_nn.dot_product_attention, query, key, value, bias, mask, *dropout, *how
@@ -166,6 +169,7 @@ def dot_product_attention(
         wide_weights=forced,
         attention_axes=attention_axes,
         soft_cap=soft_cap,
+        **scales,
     )
     return call.attend(implementation, query, key, value, upstream)
 

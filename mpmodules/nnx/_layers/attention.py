@@ -8,15 +8,25 @@ import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import Crossing
 from mpmodules.functions import attention
+from mpmodules.functions.functional import complex_input
 from mpmodules.layers.attention_calls import ATTENTION
+from mpmodules.layers.cache_calls import (
+    check_cache,
+    decoding,
+    is_or_binds,
+    make_cache,
+    own_cache_dtype,
+)
 from mpmodules.nnx._layer import BuiltWithDtypes
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
+from mpmodules.nnx._resolution import viewed
 from policy.eight_bits.quantisation import shared_operands
 
 _wraps: Any = functools.wraps  # typed, it would hide that a method is one
@@ -51,13 +61,72 @@ class MultiHeadAttention(BuiltWithDtypes, flax_nnx.MultiHeadAttention):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # It may decode in x64 mode, and projects one input.
         decodes = self.decode if kwargs.get("decode") is None else kwargs["decode"]
+        layer: Any = self
+        if (
+            decodes
+            and self.cached_key is not None
+            and complex_input((*args, *kwargs.values())) is None
+        ):
+            layer, kwargs = self._decoding(kwargs)
         with attention.adding_indices(bool(decodes)), shared_operands():
-            return flax_nnx.MultiHeadAttention.__call__(self, *args, **kwargs)
+            return flax_nnx.MultiHeadAttention.__call__(layer, *args, **kwargs)
+
+    def _decoding(self, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Returns the layer and the arguments of a call that decodes for Flax's code, which keeps
+        the cache itself where that is in compute_dtype.
+        """
+        policy, variables = self.dtype_policy, _Variables(self)
+        dtype = own_cache_dtype(policy, self.dtype)
+        check_cache(variables, policy, dtype or jnp.dtype(self.dtype), type(self).__name__)
+        if dtype is None:
+            return self, kwargs
+        attend = self._sowing(self.attention_fn)
+        takes_codes = is_or_binds(self.attention_fn, dot_product_attention)
+        attend = decoding(attend, variables, dtype, takes_codes=takes_codes)
+        return viewed(self, attention_fn=attend), kwargs | {"decode": False}
+
+    def _sowing(self, attend: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns an attention function whose `module=` is the layer itself, not a view of it."""
+
+        def sowing(*args: Any, module: Any = None, **kwargs: Any) -> Any:
+            return attend(*args, module=None if module is None else self, **kwargs)
+
+        return sowing
 
     def init_cache(self, input_shape: Any, dtype: DTypeLike | None = None) -> None:
-        """Runs Flax's `init_cache` in compute_dtype, or in float32 with no policy, unless `dtype`
-        is given.
+        """Makes an empty cache, as Flax's `init_cache` does, in cache_dtype, or in float32 with no
+        policy, unless `dtype` is given. One in 8 bits has scales, `cached_key_scale` and
+        `cached_value_scale`.
+
+        Args:
+          input_shape: (batch..., length, features).
+          dtype: of the cache.
         """
         if dtype is None:
-            dtype = jnp.float32 if self.dtype is None else self.dtype
+            dtype = own_cache_dtype(self.dtype_policy, self.dtype) or self.dtype or jnp.float32
         super().init_cache(input_shape, dtype)
+        for name in ("cached_key_scale", "cached_value_scale"):
+            if hasattr(self, name):
+                delattr(self, name)
+        if jnp.dtype(dtype).itemsize == 1:
+            shape = (*input_shape[:-1], self.num_kv_heads, self.head_dim)
+            make_cache(_Variables(self), shape, dtype)
+
+
+class _Variables:
+    """The cache of an nnx layer."""
+
+    def __init__(self, module: Any):
+        self.module = module
+
+    def has(self, name: str) -> bool:
+        return getattr(self.module, name, None) is not None
+
+    def read(self, name: str) -> jax.Array:
+        return getattr(self.module, name)[...]
+
+    def write(self, name: str, array: jax.Array) -> None:
+        if self.has(name):
+            getattr(self.module, name)[...] = array
+        else:
+            setattr(self.module, name, flax_nnx.Cache(array))

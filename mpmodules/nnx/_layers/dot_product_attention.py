@@ -16,15 +16,21 @@ from jax.typing import DTypeLike
 
 from mpmodules.functions import attention
 from mpmodules.functions.functional import is_wider
-from mpmodules.layers.attention_calls import AttentionCall, layer_in_own_code, reduction_dtype
+from mpmodules.layers.attention_calls import (
+    AttentionCall,
+    codes_and_scales,
+    layer_in_own_code,
+    reduction_dtype,
+)
 from policy.core.scope import current_policy
+from policy.eight_bits.quantisation import Quantised
 
 
 @layer_in_own_code
 def dot_product_attention(
     query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    key: jax.Array | Quantised,
+    value: jax.Array | Quantised,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
     broadcast_dropout: bool = True,
@@ -49,7 +55,8 @@ def dot_product_attention(
 
     Args:
       query: (batch..., queries, heads, width).
-      key, value: (batch..., keys, key heads, width).
+      key, value: (batch..., keys, key heads, width), as arrays or as codes and scales of
+        `policy.quantize_cache`.
       implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is
         neither; None chooses (`mpmodules.functions.fused_attention.fused_kernel` says when).
       attention_axes: the `PartitionSpec` of queries over the automatic axes of the mesh; None for
@@ -71,12 +78,13 @@ def dot_product_attention(
       ((2, 5, 4, 8), dtype(bfloat16))
     """
     dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
+    key, value, scales = codes_and_scales(query, key, value)
     dtype = attention.operand_dtype(dtype, query, key, value)
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     upstream = None
     # Flax's computes logits in float32 for float64 too.
     is_ours = current_policy() is not None and query.dtype == jnp.float64
-    is_ours = is_ours or soft_cap is not None
+    is_ours = is_ours or soft_cap is not None or bool(scales)
     if not (is_ours or is_wider(reduction_dtype(), query.dtype)):
         how = (dtype, precision, module, promote_dtype, is_causal)
         upstream = functools.partial(
@@ -93,5 +101,6 @@ def dot_product_attention(
         is_causal,
         attention_axes=attention_axes,
         soft_cap=soft_cap,
+        **scales,
     )
     return call.attend(implementation, query, key, value, upstream)
