@@ -146,7 +146,10 @@ def _put(variables: Variables, name: str, x: Array, index: Array, dtype: np.dtyp
         )
     if dtype.itemsize == 1:
         held = Quantised(held, variables.read(name + _SCALE))
-    put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=index, axis=-3)
+
+    def put(held: Array, new: Array) -> Array:  # float32 may stand for half precision
+        return lax.dynamic_update_slice_in_dim(held, new.astype(held.dtype), index, axis=-3)
+
     held = jax.tree.map(put, held, quantize_cache(x, dtype))
     _write(variables, name, held)
     return held

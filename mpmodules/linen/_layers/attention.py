@@ -10,13 +10,19 @@ from typing import Any, ClassVar
 
 import flax.linen as flax_nn
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import Crossing, MethodCall
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.functions import attention
 from mpmodules.layers.attention_calls import ATTENTION
-from mpmodules.layers.cache_calls import check_cache, decoding, is_or_binds, own_cache_dtype
+from mpmodules.layers.cache_calls import (
+    check_cache,
+    decoding,
+    is_or_binds,
+    own_cache_dtype,
+)
 from mpmodules.linen._layers.dot_product_attention import dot_product_attention
 from mpmodules.linen._module import Module
 from mpmodules.linen._port import Adopter, adopting
@@ -67,10 +73,14 @@ class Attention(Module):
         """Returns the fields of a layer that decodes, where Flax's own code does not keep the cache
         of its policy.
         """
-        dtype, variables = own_cache_dtype(policy, fields["dtype"]), _Variables(self)
-        if self.is_mutable_collection("cache"):  # else it is refused by Flax
-            check_cache(variables, policy, dtype or policy.compute_dtype, where(self))
-        if dtype is None:
+        own, variables = own_cache_dtype(policy, fields["dtype"]), _Variables(self)
+        dtype = own or policy.compute_dtype
+        # In a trace of a user's own code Flax may have sliced the float32 that stands for it.
+        stands_in = bool(calls.half_states) and dtype.itemsize == 2
+        stands_in = stands_in and variables.dtype == jnp.float32
+        if self.is_mutable_collection("cache") and not stands_in:  # Flax refuses others
+            check_cache(variables, policy, dtype, where(self))
+        if own is None and not stands_in:
             return {}
         attend = fields.get("attention_fn", declared_field(self, "attention_fn"))
         takes_codes = is_or_binds(attend, dot_product_attention)
@@ -83,6 +93,11 @@ class _Variables:
 
     def __init__(self, module: Any):
         self.module = module
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the keys, or None before they are made."""
+        return self.read("cached_key").dtype if self.has("cached_key") else None
 
     def has(self, name: str) -> bool:
         return self.module.has_variable("cache", name)

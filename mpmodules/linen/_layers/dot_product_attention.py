@@ -140,14 +140,14 @@ def dot_product_attention(
     """
     dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     einsums = (qk_attn_weights_einsum, attn_weights_value_einsum)
-    key, value, scales = codes_and_scales(query, key, value)
-    dtype = attention.operand_dtype(dtype, query, key, value)
-    query, key, value = promote_dtype(query, key, value, dtype=dtype)
+    keys, values, scales = codes_and_scales(query, key, value)
+    dtype = attention.operand_dtype(dtype, query, keys, values)
+    query, keys, values = promote_dtype(query, keys, values, dtype=dtype)
     upstream = None
-    if _is_flaxs(query, key) and soft_cap is None and not scales:
+    if _is_flaxs(query, keys) and soft_cap is None and not scales:
         how = (dtype, precision, module, force_fp32_for_softmax, einsum_dot_general, *einsums)
         upstream = functools.partial(
-            flax_nn.dot_product_attention, query, key, value, bias, mask, *dropout, *how
+            flax_nn.dot_product_attention, query, keys, values, bias, mask, *dropout, *how
         )
     if bool(qk_attn_weights_einsum) != bool(attn_weights_value_einsum):
         raise ValueError(
@@ -171,7 +171,7 @@ def dot_product_attention(
         soft_cap=soft_cap,
         **scales,
     )
-    return call.attend(implementation, query, key, value, upstream)
+    return call.attend(implementation, query, keys, values, upstream)
 
 
 def _is_flaxs(query: jax.Array, key: jax.Array) -> bool:

@@ -102,13 +102,13 @@ class MultiHeadAttention(BuiltWithDtypes, flax_nnx.MultiHeadAttention):
           input_shape: (batch..., length, features).
           dtype: of the cache.
         """
-        if dtype is None:
-            dtype = own_cache_dtype(self.dtype_policy, self.dtype) or self.dtype or jnp.float32
+        own = own_cache_dtype(self.dtype_policy, self.dtype)
+        dtype = jnp.dtype(dtype or own or self.dtype or jnp.float32)
         super().init_cache(input_shape, dtype)
         for name in ("cached_key_scale", "cached_value_scale"):
             if hasattr(self, name):
                 delattr(self, name)
-        if jnp.dtype(dtype).itemsize == 1:
+        if dtype.itemsize == 1:
             shape = (*input_shape[:-1], self.num_kv_heads, self.head_dim)
             make_cache(_Variables(self), shape, dtype)
 

@@ -78,9 +78,9 @@ def dot_product_attention(
       ((2, 5, 4, 8), dtype(bfloat16))
     """
     dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
-    key, value, scales = codes_and_scales(query, key, value)
-    dtype = attention.operand_dtype(dtype, query, key, value)
-    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    keys, values, scales = codes_and_scales(query, key, value)
+    dtype = attention.operand_dtype(dtype, query, keys, values)
+    query, keys, values = promote_dtype((query, keys, values), dtype=dtype)
     upstream = None
     # Flax's computes logits in float32 for float64 too.
     is_ours = current_policy() is not None and query.dtype == jnp.float64
@@ -88,7 +88,7 @@ def dot_product_attention(
     if not (is_ours or is_wider(reduction_dtype(), query.dtype)):
         how = (dtype, precision, module, promote_dtype, is_causal)
         upstream = functools.partial(
-            flax_nnx.dot_product_attention, query, key, value, bias, mask, *dropout, *how
+            flax_nnx.dot_product_attention, query, keys, values, bias, mask, *dropout, *how
         )
     collection = flax_nnx.Intermediate
     call = AttentionCall(
@@ -103,4 +103,4 @@ def dot_product_attention(
         soft_cap=soft_cap,
         **scales,
     )
-    return call.attend(implementation, query, key, value, upstream)
+    return call.attend(implementation, query, keys, values, upstream)
