@@ -156,10 +156,9 @@ def _put(variables: Variables, name: str, x: Array, index: Array, dtype: np.dtyp
 
 
 def _write(variables: Variables, name: str, held: Held) -> None:
+    variables.write(name, held.codes if isinstance(held, Quantised) else held)
     if isinstance(held, Quantised):
         variables.write(name + _SCALE, held.scale)
-        held = held.codes
-    variables.write(name, held)
 
 
 def _widened(held: Held, dtype: DTypeLike) -> Array:

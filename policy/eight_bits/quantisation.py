@@ -64,6 +64,11 @@ def warn_if_emulated(
 class Quantised:
     """An array as 8-bit codes times a scale.
 
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> policy.Quantised(jnp.array([[127, -50]], jnp.int8), jnp.array([[0.02]])).shape
+    (1, 2)
+
     Attributes:
       codes: the array divided by its scale, in float8 or int8; its shape.
       scale: float32, or the bfloat16 of a cache, with size 1 along the axes that share a scale.
