@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import ArrayLike
 
 from policy.core.arrays import varying_axes, working_dtype
@@ -460,8 +461,23 @@ def cond_or_select(
     def cond(flag: jax.Array, of: Operands) -> Results:
         return lax.cond(flag, apply_step, skip_step, of)
 
+    def gpu(flag: jax.Array, of: Operands) -> Results:
+        gradients = jax.tree.map(_row_major, of.gradients, of.params)
+        return select(flag, of._replace(gradients=gradients))
+
     tpu = select if tpu_selects else cond
-    return lax.platform_dependent(flag, operands, cpu=cond, tpu=tpu, default=select)
+    return lax.platform_dependent(flag, operands, cpu=cond, tpu=tpu, default=gpu)
+
+
+def _row_major(gradient: jax.Array, param: jax.Array) -> jax.Array:
+    """Returns the gradient of a convolution's kernel in half precision in the layout of params.
+
+    XLA:GPU gives it one of its own, and would hold moments and unpacked params in that, too. XLA of
+    older JAX would gather it where it is sharded.
+    """
+    if gradient.ndim < 4 or param.dtype.itemsize > 2 or jax.__version_info__ < (0, 12):
+        return gradient
+    return with_layout_constraint(gradient, Layout(tuple(range(gradient.ndim))))
 
 
 def selected(flag: jax.Array, new: T, old: T) -> T:

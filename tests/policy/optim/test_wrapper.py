@@ -382,3 +382,18 @@ def test_a_step_on_an_accelerator_is_a_select_where_that_takes_less_memory(
 
     is_conditional = platform == "tpu" and master_weights in ("full", "stochastic")
     assert conditionals(platform) == conditionals("cpu") - (not is_conditional)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu", "cpu"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_gpu_steps_in_the_layout_of_half_params_whatever_that_of_gradients(platform, dtype):
+    tx = mixed_precision(optax.adamw(1e-3), dtype)
+    params = {"kernel": jnp.ones((3, 3, 8, 4), dtype), "bias": jnp.ones(4, dtype)}
+
+    def step(params, state, gradients):
+        return apply_gradients(tx, params, state, gradients)[:2]
+
+    is_laid_out = platform in ("cuda", "rocm") and dtype == "bfloat16"
+    traced = jax.jit(step).trace(params, tx.init(params), params)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("@LayoutConstraint") == (is_laid_out and jax.__version_info__ >= (0, 12))
