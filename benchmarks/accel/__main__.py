@@ -18,6 +18,7 @@ scale       a model of 8 billion parameters: whether it fits
 bias        a bias in the accumulator, which the layers don't do, beside one added to the rounded
             product
 eight_bits  matmuls in 8 bits beside bfloat16, by width
+cache       decode steps with keys and values in 8 bits beside bfloat16
 monitor     a monitored train step where it is not due, beside the step alone
 accumulators
             gradients that are accumulators beside those that were rounded
@@ -63,6 +64,7 @@ TABLES = {
     "scale": Table("benchmarks.accel.scale", ("v5e", "v5p")),
     "bias": Table("benchmarks.accel.bias", tuple(targets.CHIPS)),
     "eight_bits": Table("benchmarks.accel.eight_bits", tuple(targets.CHIPS)),
+    "cache": Table("benchmarks.accel.cache", tuple(targets.CHIPS)),
     "monitor": Table("benchmarks.accel.monitor", ("v5e",)),
     "accumulators": Table("benchmarks.accel.accumulators", tuple(targets.CHIPS)),
 }

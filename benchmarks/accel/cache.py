@@ -27,7 +27,7 @@ from mpmodules import nnx
 from policy import use_policy
 
 TARGETS = ("v5e:1x1",)
-OTHERS = ("v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1", "h100", "b200")
+OTHERS = ("v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1", "h100", "a100", "b200")
 REFERENCE = "p=bf16,c=bf16,o=bf16"
 POLICIES = {"int8": f"{REFERENCE},k=i8", "float8": f"{REFERENCE},k=f8"}
 HEADS = 32

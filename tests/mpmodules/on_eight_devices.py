@@ -333,3 +333,33 @@ def test_equal_blocks_vary_over_the_devices_that_their_inputs_vary_over():
     found, exact = jax.jit(split)(params, X), jax.jit(gradient)(params, X)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2**-7)
+
+
+def test_a_cache_in_8_bits_is_sharded_as_its_codes_are():
+    tokens = jnp.asarray(RNG.normal(size=(8, 5, 16)), jnp.float32)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    layer = nn.MultiHeadDotProductAttention(4, decode=True, dtype_policy="p=f32,c=bf16,o=f32,k=i8")
+    variables = layer.init(jax.random.key(0), tokens)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(cache, params, token):
+        y, after = layer.apply({"params": params, "cache": cache}, token, mutable=["cache"])
+        return after["cache"], y
+
+    def place(x):
+        spec = PartitionSpec("data", None, "model") if x.ndim else PartitionSpec()
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    outputs = []
+    for cache in (variables["cache"], jax.tree.map(place, variables["cache"])):
+        shardings = jax.tree.map(lambda x: x.sharding, cache)
+        cache, params, found = jax.tree.map(jnp.copy, cache), variables["params"], []
+        for i in range(3):
+            cache, y = step(cache, params, tokens[:, i : i + 1])
+            found.append(y)
+        outputs.append(np.concatenate(found, 1))
+        same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), cache, shardings)
+        assert all(jax.tree.leaves(same))
+    np.testing.assert_allclose(*outputs, atol=2**-5)  # two ulps of bfloat16 at 4
+    exchanged = [c for c in collectives_of(step, cache, params, tokens[:, :1]) if c.size > 8 * 16]
+    assert not exchanged  # no cache crosses devices: the largest is a result of a step
