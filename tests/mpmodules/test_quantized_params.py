@@ -112,12 +112,12 @@ def test_nnx_layers(name, text):
     np.testing.assert_array_equal(again(x), layer(x))
 
 
-def widened(model: Any, like: Any) -> Any:
+def widened(model: Any, like: Any, reads: Any = as_read) -> Any:
     """Returns `like` with the numbers that the model's codes stand for."""
     copy = flax.nnx.clone(like)
     found = dict(flax.nnx.to_flat_state(flax.nnx.state(model)))
     for path, variable in flax.nnx.to_flat_state(flax.nnx.state(copy)):
-        read = jax.tree.leaves(as_read(found[path].get_raw_value()))[0]
+        read = jax.tree.leaves(reads(found[path].get_raw_value()))[0]
         owner = functools.reduce(_attribute, path[:-1], copy)
         getattr(owner, str(path[-1])).set_value(read.astype(variable.dtype))
     return copy
@@ -142,7 +142,7 @@ def test_embeddings(text):
     close(*attended)
     given = flax.nnx.Embed(128, 64, rngs=flax.nnx.Rngs(0))
     layer = nnx.apply_policy(given, stored_in)
-    reader = nnx.apply_policy(widened(layer, given), read_in)
+    reader = nnx.apply_policy(widened(layer, given, policy.dequantize_params), read_in)
     np.testing.assert_array_equal(layer(tokens), reader(tokens))
     close(layer.attend(query), reader.attend(query))
     labels = jnp.array([1, 2, 3, 4])
