@@ -144,6 +144,23 @@ def _is_codes(x):
     return isinstance(x, policy.QuantizedArray)
 
 
+@pytest.mark.parametrize(
+    ("stored", "bytes_of_one"), [("int8", 1 + 2 / 256), ("int4:32", 0.5625), ("nf4", 0.53125)]
+)
+def test_estimates_and_programs_take_codes_and_scales(stored, bytes_of_one):
+    held = f"params={stored},compute=bfloat16,output=bfloat16"
+    model, x = nn.Dense(256, use_bias=False), jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)
+    with use_policy("bfloat16"):
+        made = jax.eval_shape(model.init, jax.random.key(0), x)
+    params = policy.quantize_params(made, held)
+    (row,) = policy.estimate(model.apply, params, x, policies=[held], on="cpu").rows
+    with use_policy(held):
+        compiled = jax.jit(model.apply).lower(params, x).compile()
+    wanted = 256 * 256 * bytes_of_one + 2 * x.size
+    assert row.arguments == wanted
+    assert compiled.memory_analysis().argument_size_in_bytes == wanted
+
+
 def test_merged_adapters_compute_what_they_did_beside_the_base():
     held = HELD.format("float32")
     model = nn.Sequential([LoRADense(), nn.relu, LoRADense()])
