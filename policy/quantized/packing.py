@@ -46,6 +46,13 @@ def pack_params(tree: Any) -> Any:
 def unpack_params(packed: Any, like: Any) -> Any:
     """Returns the tree that `pack_params` made `packed` of, bit for bit.
 
+    >>> import jax, jax.numpy as jnp
+    >>> import policy
+    >>> stored = policy.quantize_params({"kernel": jnp.ones((64, 8))}, "params=nf4")
+    >>> like = jax.eval_shape(lambda: stored)
+    >>> policy.unpack_params(policy.pack_params(stored), like)["kernel"]
+    QuantizedArray('nf4:64', (64, 8), float32)
+
     Args:
       packed: the tree, as it was restored.
       like: a tree of the same structure, with `QuantizedArray`s of the same formats and shapes,
