@@ -258,3 +258,9 @@ def test_an_audit_of_a_decode_step_finds_nothing():
     decoder = Decoder("linen", "p=f32,c=bf16,o=bf16,k=i8")
     report = audit(decoder.step, decoder.cache, X[:, :1].astype(jnp.bfloat16))
     assert not report.findings, report.findings
+
+
+@pytest.mark.filterwarnings("ignore:.*has an explicit dtype=complex64")
+def test_a_complex_cache_stays_as_it_is():
+    cache = as_dict(Decoder("nnx", "p=f32,k=i8", dtype=jnp.complex64).cache)
+    assert cache["cached_key"].dtype == cache["cached_value"].dtype == jnp.complex64

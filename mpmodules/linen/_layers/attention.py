@@ -60,7 +60,8 @@ class Attention(Module):
             fields["dtype"] = call.effective.dtype
         given = declared_dtypes(self) if call.policy is None else {}
         decodes = bool(getattr(self, "decode", False))
-        if decodes and call.policy is not None and call.complex_dtype is None:
+        is_complex = call.effective.dtype is not None or call.complex_dtype is not None
+        if decodes and call.policy is not None and not is_complex:
             fields |= self._cache_fields(call.policy, fields)
         indices = attention.adding_indices(decodes)
         inside = contextlib.nullcontext()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from policy import Quantised, autocast, get_policy, quantize_cache, use_policy
+from policy.eight_bits.quantisation import quantise
 
 X = np.random.default_rng(0).normal(size=(2, 5, 3, 16)).astype(np.float32)
 X *= np.exp(3 * np.random.default_rng(1).normal(size=(2, 5, 3, 1))).astype(np.float32)
@@ -46,6 +47,22 @@ def test_float8_codes_have_scales_that_are_powers_of_two():
         scale, 2 ** np.ceil(np.log2(abs(wide).max(-1, keepdims=True) / 448))
     )
     np.testing.assert_array_equal(made.codes, (wide / scale).astype(ml_dtypes.float8_e4m3fn))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "ratio"), [("int8", 64, 1.013), ("int8", 128, 1.007), ("float8", 64, 1)]
+)
+def test_bfloat16_scales_hardly_add_to_the_error(dtype, width, ratio):
+    x = jax.random.normal(jax.random.key(0), (4000, width))
+
+    def error(made: Any) -> float:
+        near = np.asarray(made.codes, np.float64) * np.asarray(made.scale, np.float64)
+        return float(np.sqrt(np.mean(np.square(near - np.asarray(x, np.float64)))))
+
+    made: Any = quantize_cache(x, dtype)
+    wide = quantise(x, (1,), made.codes.dtype)
+    assert wide.scale.dtype == jnp.float32
+    np.testing.assert_allclose(error(made) / error(wide), ratio, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
