@@ -46,6 +46,9 @@ CASES = (
     Case("float8, `tensor`", "f8:tensor", 0.045, 0.065, None),
     Case("int8, by row", "i8", 0.015, 0.065, 0.065),
     Case("int8, `tensor`", "i8:tensor", 0.02, 0.065, None),
+    Case("mxfp8", "mxfp8", 0.045, 0.045, 0.065),
+    Case("mxfp8_up", "mxfp8_up", 0.04, 0.04, 0.065),
+    Case("nvfp4", "nvfp4", 0.15, 0.15, None),
 )
 
 

@@ -211,7 +211,7 @@ def _in_8_bits(
         if sharding is not None:
             return None
         return scaled_matmul.scaled_einsum(before[0], lhs, rhs, by, dtype=dtype)
-    if not scaled_convolution.may_run_in_8_bits(lhs, rhs, out_sharding=sharding):
+    if not scaled_convolution.may_run_in_8_bits(lhs, rhs, by, out_sharding=sharding):
         return None
     windows = {name: x for name, x in options.items() if name not in ("precision", "out_sharding")}
     windows |= dict(zip(("window_strides", "padding"), args, strict=True))

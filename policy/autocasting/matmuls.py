@@ -12,7 +12,7 @@ from jax import lax
 
 from policy.autocasting.settings import Place
 from policy.autocasting.values import CastValue, Values, as_traced, bound, bound_as_traced, cast
-from policy.core.dtypes import canonical_precision
+from policy.core.dtypes import ScaledMatmul, canonical_precision
 from policy.eight_bits import scaled_convolution, scaled_matmul, scaled_ragged
 from policy.programs.jaxprs import Equation
 from policy.quantized import products
@@ -38,7 +38,7 @@ def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Val
     arrays = [value.as_dtype(dtype) if value.is_float else value.array for value in values]
     weights = [i for i, value in enumerate(values[:2]) if value.yields and not value.is_mask]
     by = place.matmul if len(weights) == 1 else None
-    if by is not None and _may_be_scaled(equation, arrays, weights[0]):
+    if by is not None and _may_be_scaled(equation, arrays, by, weights[0]):
         product = _scaled(equation, arrays, by, weights[0], dtype)
         return str(by.operands), [CastValue(cast(product, dtype))]
     return str(dtype), bound(equation, arrays, params)
@@ -110,7 +110,9 @@ def _outer_product(equation: Equation, values: Values) -> CastValue:
 # --------------------------------------------------------------------------------------------------
 
 
-def _may_be_scaled(equation: Equation, arrays: Sequence[Any], weight: int) -> bool:
+def _may_be_scaled(
+    equation: Equation, arrays: Sequence[Any], by: ScaledMatmul, weight: int
+) -> bool:
     """Returns whether a matmul or convolution runs in 8 bits, of which one operand is a parameter.
 
     Those of a backward pass that was traced do not: backward of operations in 8 bits has its own.
@@ -126,16 +128,17 @@ def _may_be_scaled(equation: Equation, arrays: Sequence[Any], weight: int) -> bo
         return params.get("out_sharding") is None
     if equation.primitive.name == "ragged_dot_general":
         lhs, rhs, sizes = arrays
-        return weight == 1 and scaled_ragged.may_run_in_8_bits(lhs, rhs, sizes, params)
+        is_of_weight = weight == 1 and by.blocks is None
+        return is_of_weight and scaled_ragged.may_run_in_8_bits(lhs, rhs, sizes, params)
     is_convolution = equation.primitive.name == "conv_general_dilated" and weight == 1
     groups = params.get("batch_group_count", 1)
-    return is_convolution and scaled_convolution.may_run_in_8_bits(arrays[0], arrays[1], groups)
+    return is_convolution and scaled_convolution.may_run_in_8_bits(arrays[0], arrays[1], by, groups)
 
 
 def _scaled(
     equation: Equation,
     arrays: Sequence[Any],
-    by: scaled_matmul.ScaledMatmul,
+    by: ScaledMatmul,
     weight: int,
     dtype: np.dtype,
 ) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -140,18 +140,54 @@ def cache_dtype_name(dtype: np.dtype) -> str:
 # --------------------------------------------------------------------------------------------------
 # Matmuls with weights in 8 bits
 #
-# The formats are those of Micikevicius et al., "FP8 formats for deep learning" (arXiv:2209.05433).
+# The formats are those of Micikevicius et al., "FP8 formats for deep learning" (arXiv:2209.05433),
+# of the OCP Microscaling Formats (MX) Specification v1.0, 2023, and of NVIDIA, "Pretraining Large
+# Language Models with NVFP4" (arXiv:2509.25149).
 # --------------------------------------------------------------------------------------------------
 
 
-_FLOAT8 = tuple(np.dtype(getattr(jnp, name)) for name in ("float8_e4m3fn", "float8_e5m2"))
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 INT8 = np.dtype(np.int8)
-_SHORT = {"f8": ("float8_e4m3fn", "float8_e5m2"), "i8": ("int8", "int8")}
+
+
+class BlockFormat(NamedTuple):
+    """Blocks along the contracted axis, each with a scale of its own.
+
+    Attributes:
+      size: the elements of a block.
+      elements: the names of their dtypes.
+      scale: the dtype of a block's scale. float8_e8m0fnu is a power of two. Scales of another dtype
+        are relative to one of the array, in float32.
+      rounds_up: whether a power of two is rounded up, so that no element is clipped.
+    """
+
+    size: int
+    elements: tuple[str, ...]
+    scale: str
+    rounds_up: bool = False
+
+
+_BLOCKS = {
+    "mxfp8": BlockFormat(32, _FLOAT8, "float8_e8m0fnu"),
+    "mxfp8_up": BlockFormat(32, _FLOAT8, "float8_e8m0fnu", rounds_up=True),
+    "nvfp4": BlockFormat(16, ("float4_e2m1fn",), "float8_e4m3fn"),
+}
+_SHORT = {
+    "f8": ("float8_e4m3fn", "float8_e5m2", "row"),
+    "i8": ("int8", "int8", "row"),
+    # One dtype for all three matmuls, as in "Recipes for Pre-training LLMs with MXFP8"
+    # (arXiv:2506.08027).
+    "mxfp8": ("float8_e4m3fn", "float8_e4m3fn", "mxfp8"),
+    "mxfp8_up": ("float8_e4m3fn", "float8_e4m3fn", "mxfp8_up"),
+    "nvfp4": ("float4_e2m1fn", "float4_e2m1fn", "nvfp4"),
+}
+Scaling = Literal["row", "tensor", "mxfp8", "mxfp8_up", "nvfp4"]
+_SCALINGS = ("row", "tensor", *_BLOCKS)
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaledMatmul:
-    """The dtypes and the scaling of matmuls with weights in 8 bits.
+    """The dtypes and the scaling of matmuls with weights in 8 or 4 bits.
 
     >>> import policy
     >>> policy.ScaledMatmul("float8_e4m3fn", "float8_e5m2")
@@ -160,21 +196,23 @@ class ScaledMatmul:
     'i8:tensor'
 
     Attributes:
-      operands: the dtype of both operands: float8_e4m3fn, float8_e5m2 or int8.
+      operands: the dtype of both operands: float8_e4m3fn, float8_e5m2, int8, or float4_e2m1fn.
       gradients: the dtype of cotangents in the two matmuls of backward, of the same kind.
       scaling: "row" gives a scale to each row of the left operand and each column of the right one:
-        each part that is contracted. "tensor" gives one to each operand.
+        each part that is contracted. "tensor" gives one to each operand. "mxfp8", "mxfp8_up" and
+        "nvfp4" give one to each block along the contracted axis: see `BlockFormat`.
       weight_gradient: "same" multiplies the saved 8-bit operand and the 8-bit cotangent, and
         "compute" both in compute_dtype, whose input is saved in compute_dtype then.
       fast_accumulation: lets the accelerator add up in fewer bits: about 14 on an H100.
 
     Raises:
-      ValueError: a dtype that has no 8-bit matmul, dtypes of two kinds, or an unknown option.
+      ValueError: a dtype that has no such matmul, or that this JAX does not have, dtypes of two
+        kinds, or an unknown option.
     """
 
     operands: np.dtype
     gradients: np.dtype
-    scaling: Literal["row", "tensor"]
+    scaling: Scaling
     weight_gradient: Literal["same", "compute"]
     fast_accumulation: bool
 
@@ -182,19 +220,22 @@ class ScaledMatmul:
         self,
         operands: DTypeLike,
         gradients: DTypeLike,
-        scaling: Literal["row", "tensor"] = "row",
+        scaling: Scaling = "row",
         weight_gradient: Literal["same", "compute"] = "same",
         fast_accumulation: bool = False,
     ):
+        blocks = _BLOCKS.get(scaling) if isinstance(scaling, str) else None
+        known_dtypes = (*_FLOAT8, INT8.name) if blocks is None else blocks.elements
+        _require_types(*(() if blocks is None else (*blocks.elements, blocks.scale)))
         for field, value in (("operands", operands), ("gradients", gradients)):
-            object.__setattr__(self, field, _eight_bits(field, value))
+            object.__setattr__(self, field, _one_of(known_dtypes, field, value))
         if (self.operands == INT8) != (self.gradients == INT8):
             raise ValueError(
                 f"ScaledMatmul(operands={self.operands}, gradients={self.gradients}): both should "
                 "be int8, or both float8: accelerators multiply no other pairs."
             )
         for field, value, known in (
-            ("scaling", scaling, ("row", "tensor")),
+            ("scaling", scaling, _SCALINGS),
             ("weight_gradient", weight_gradient, ("same", "compute")),
             ("fast_accumulation", fast_accumulation, (True, False)),
         ):
@@ -204,12 +245,21 @@ class ScaledMatmul:
             object.__setattr__(self, field, value)
 
     @property
+    def blocks(self) -> BlockFormat | None:
+        """The blocks that have scales; None where rows or arrays have them."""
+        return _BLOCKS.get(self.scaling)
+
+    @property
     def text(self) -> str:
         """The text form, ``f8:tensor``; `scaled_matmul_of` parses it."""
-        names = (self.operands.name, self.gradients.name)
-        short = next((text for text, known in _SHORT.items() if known == names), "/".join(names))
+        names, scaling = (self.operands.name, self.gradients.name), self.scaling
+        short_of = {known: text for text, known in _SHORT.items()}
+        if (*names, scaling) not in short_of and (*names, "row") not in short_of:
+            short_of[*names, "row"] = "/".join(names)
+        is_whole = (*names, scaling) in short_of
+        short = short_of[*names, scaling if is_whole else "row"]
         options = [
-            *([self.scaling] if self.scaling != "row" else []),
+            *([] if is_whole else [scaling]),
             *(["compute"] if self.weight_gradient != "same" else []),
             *(["fast"] if self.fast_accumulation else []),
         ]
@@ -222,12 +272,22 @@ class ScaledMatmul:
         return scaled_matmul_of, (self.text,)
 
 
-def _eight_bits(field: str, value: DTypeLike) -> np.dtype:
+def _one_of(names: tuple[str, ...], field: str, value: DTypeLike) -> np.dtype:
     dtype = dtype_or_none(value)
-    if dtype is None or dtype not in (*_FLOAT8, INT8):
-        names = ", ".join(one.name for one in (*_FLOAT8, INT8))
-        raise ValueError(f"ScaledMatmul({field}={value!r}): it should be one of {names}.")
+    if dtype is None or dtype.name not in names:
+        raise ValueError(
+            f"ScaledMatmul({field}={value!r}): it should be one of {', '.join(names)}."
+        )
     return dtype
+
+
+def _require_types(*names: str) -> None:
+    missing = [name for name in names if not hasattr(jnp, name)]
+    if missing:
+        raise ValueError(
+            f"JAX {jax.__version__} has no {', '.join(missing)}: mxfp8 needs float8_e8m0fnu, and "
+            "nvfp4 float4_e2m1fn. Take a newer JAX, or m=f8."
+        )
 
 
 def scaled_matmul_of(text: str) -> ScaledMatmul | None:
@@ -235,36 +295,36 @@ def scaled_matmul_of(text: str) -> ScaledMatmul | None:
 
     The text is ``f8`` (float8_e4m3fn, gradients float8_e5m2), ``i8`` (int8), or two dtypes
     ``float8_e4m3fn/float8_e4m3fn``; then, each after a colon, ``tensor`` for one scale an operand,
-    ``compute`` for weight gradients in compute_dtype, and ``fast`` for fast accumulation. ``8bit``
-    is the kind that the backend multiplies: see `preferred`.
+    ``compute`` for weight gradients in compute_dtype, and ``fast`` for fast accumulation. ``mxfp8``
+    (float8_e4m3fn), ``mxfp8_up`` and ``nvfp4`` have a scale for each block. ``8bit`` is the kind
+    that the backend multiplies: see `preferred`.
 
     Raises:
       ValueError: an unknown dtype or option.
     """
     kind, *options = text.split(":")
-    fields = {
-        "tensor": {"scaling": "tensor"},
-        "row": {"scaling": "row"},
+    fields: dict[str, dict[str, Any]] = {
+        **{scaling: {"scaling": scaling} for scaling in _SCALINGS},
         "compute": {"weight_gradient": "compute"},
         "fast": {"fast_accumulation": True},
     }
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = fields[kind].copy() if kind in _BLOCKS else {}
     for option in options:
         if option not in fields or given.keys() & fields[option].keys():
             raise ValueError(
-                f"Unknown or repeated option in '{text}': after f8, i8 or 8bit it takes "
-                f"{', '.join(fields)}, each once."
+                f"Unknown or repeated option in '{text}': after f8, i8 or 8bit it takes row, "
+                "tensor, compute, fast, each once, and after mxfp8 or nvfp4 compute."
             )
         given |= fields[option]
     if kind == "8bit":
         kind = preferred(*backend())
         if kind is None:
             return None
-    dtypes = _SHORT.get(kind, tuple(kind.split("/")))
+    dtypes = _SHORT[kind][:2] if kind in _SHORT else tuple(kind.split("/"))
     if len(dtypes) != 2:
         raise ValueError(
-            f"Unknown 8-bit matmul '{text}': it should be f8, i8, 8bit, or two dtypes such as "
-            "float8_e4m3fn/float8_e5m2."
+            f"Unknown 8-bit matmul '{text}': it should be f8, i8, 8bit, mxfp8, nvfp4, or two "
+            "dtypes such as float8_e4m3fn/float8_e5m2."
         )
     return ScaledMatmul(*dtypes, **given)
 
@@ -281,6 +341,12 @@ def backend_of(device: Any) -> tuple[str, str]:
     return device.platform, str(getattr(device, "compute_capability", device.device_kind))
 
 
+def compute_capability(kind: str) -> tuple[int, int]:
+    """Returns the major and the minor number of a text such as "8.9"."""
+    major, _, minor = kind.partition(".")
+    return int(major or 0), int(minor or 0)
+
+
 def preferred(platform: str, kind: str) -> Literal["f8", "i8"] | None:
     """Returns the 8-bit dtypes that a device multiplies faster than 16 bits, or None.
 
@@ -293,8 +359,7 @@ def preferred(platform: str, kind: str) -> Literal["f8", "i8"] | None:
       kind: its `compute_capability` on a GPU, else its `device_kind`.
     """
     if platform in ("gpu", "cuda"):
-        major, _, minor = kind.partition(".")
-        return "f8" if (int(major or 0), int(minor or 0)) >= (8, 9) else None
+        return "f8" if compute_capability(kind) >= (8, 9) else None
     if platform != "tpu":
         return None
     name = kind.lower().removeprefix("tpu").strip()

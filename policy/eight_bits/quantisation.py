@@ -6,7 +6,7 @@ a float32 or int32 accumulator, and the product is multiplied by the scales of b
 
 Formats and scaling by row are those of Micikevicius et al., "FP8 formats for deep learning"
 (arXiv:2209.05433), and of torchao's float8 training recipes; scales that are powers of two are
-those of the row-wise recipe there.
+those of the row-wise recipe there. Formats with blocks are in `policy.eight_bits.blocks`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jax import Array, lax
 from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
-from policy.core.dtypes import INT8, ScaledMatmul, backend, preferred
+from policy.core.dtypes import INT8, ScaledMatmul, Scaling, backend, compute_capability, preferred
 from policy.core.messages import warn_once
 from policy.core.reverse_mode import in_reverse_mode
 from policy.programs.thread import during, thread
@@ -44,9 +44,13 @@ def warn_if_emulated(
     The numbers are the same. The backend is that of `policy.core.dtypes.backend`.
     """
     platform, kind = backend()
-    has_it = preferred(platform, kind) == ("i8" if by.operands == INT8 else "f8")
-    # GPUs from Turing on, and newer TPUs, multiply int8 too, though not faster than float8.
-    has_it = has_it or (by.operands == INT8 and platform != "cpu")
+    multiplied = str(by.operands) if by.blocks is None else by.scaling
+    if by.blocks is not None:
+        has_it = platform in ("gpu", "cuda") and compute_capability(kind) >= (10, 0)
+    else:
+        has_it = preferred(platform, kind) == ("i8" if by.operands == INT8 else "f8")
+        # GPUs from Turing on, and newer TPUs, multiply int8 too, though not faster than float8.
+        has_it = has_it or (by.operands == INT8 and platform != "cpu")
     if not has_it or (operation == "convolutions" and platform != "tpu"):
         name = f"a GPU of compute capability {kind}" if kind[:1].isdigit() else kind
         way_out = {
@@ -54,7 +58,7 @@ def warn_if_emulated(
             "convolutions": "A rule for the class of the layers excludes them.",
         }
         warn_once(
-            f"{name} has no {by.operands} {operation}, so they are emulated: the results are the "
+            f"{name} has no {multiplied} {operation}, so they are emulated: the results are the "
             f"same, but they run slower than in compute_dtype. {way_out[operation]}"
         )
 
@@ -62,7 +66,7 @@ def warn_if_emulated(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantised:
-    """An array as 8-bit codes times a scale.
+    """An array as codes of 8 or 4 bits times a scale.
 
     >>> import jax.numpy as jnp
     >>> import policy
@@ -70,12 +74,16 @@ class Quantised:
     (1, 2)
 
     Attributes:
-      codes: the array divided by its scale, in float8 or int8; its shape.
-      scale: float32, or the bfloat16 of a cache, with size 1 along the axes that share a scale.
+      codes: the array divided by its scale, in float8 or int8; its shape. Of blocks that of
+        `policy.eight_bits.blocks`.
+      scale: float32, or the bfloat16 of a cache, with size 1 along the axes that share a scale. Of
+        blocks in their dtype.
+      of_array: float32 (), another scale of the whole array, or None.
     """
 
     codes: Array
     scale: Array
+    of_array: Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,7 +95,7 @@ def quantise(
     x: Array,
     axes: Sequence[int],
     dtype: np.dtype,
-    scaling: Literal["row", "tensor"] = "row",
+    scaling: Scaling = "row",
     scale_dtype: DTypeLike = jnp.float32,
 ) -> Quantised:
     """Returns an array in 8 bits.
@@ -128,11 +136,11 @@ def quantise_by(
     """
     dropped = 23 - int(jnp.finfo(scale_dtype).nmant)
     if dtype == INT8:
-        scale = jnp.maximum(_rounded_up(largest / 127, dropped), _SMALLEST_SCALE)
+        scale = jnp.maximum(rounded_up(largest / 127, dropped), _SMALLEST_SCALE)
         codes = jnp.clip(jnp.round(wide / beside(scale)), -127, 127)
     else:
         limit = float(jnp.finfo(dtype).max)
-        scale = jnp.maximum(_rounded_up(largest / limit, 23), _SMALLEST_SCALE)
+        scale = jnp.maximum(rounded_up(largest / limit, 23), _SMALLEST_SCALE)
         codes = jnp.clip(wide / beside(scale), -limit, limit)
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
     return Quantised(codes.astype(dtype), scale.astype(scale_dtype))
@@ -151,14 +159,19 @@ def quantise_for(x: Array, contracted: tuple[int, ...], by: ScaledMatmul) -> Qua
 
     Inside `shared_operands`, operations on the same operand share it.
     """
+    return shared(quantise, x, contracted, by.operands, by.scaling)
+
+
+def shared(make: Callable[..., Quantised], x: Array, *how: Any) -> Quantised:
+    """Returns ``make(x, *how)`` as a constant of differentiation, once inside `shared_operands`."""
     known: dict[Any, Any] | None = thread.shared_operands
-    key = (id(x), contracted, by.operands, by.scaling)
+    key = (id(x), make, *how)
     # What a checkpoint inside the block computes is its own.
     trace = get_opaque_trace_state(convention="flax")
     _, where, codes = (known or {}).get(key, (None, None, None))
     if codes is not None and where == trace:
         return codes
-    made = quantise(lax.stop_gradient(x), contracted, by.operands, by.scaling)
+    made = make(lax.stop_gradient(x), *how)
     if known is not None and codes is None:
         known[key] = x, trace, made  # the operand itself, so that no other array gets its identity
     return made
@@ -177,7 +190,7 @@ def largest_magnitude(x: Array, largest: Callable[[Array], Array]) -> Array:
     return lax.bitcast_convert_type(largest(bits), jnp.float32)
 
 
-def _rounded_up(x: Array, dropped: int) -> Array:
+def rounded_up(x: Array, dropped: int) -> Array:
     """Rounds positive float32 numbers up so that the last `dropped` of 23 bits of their mantissas
     are 0: with 23, to powers of two, of normal numbers exactly.
     """
@@ -211,6 +224,22 @@ class ScaledOperation:
         """Returns the operation of arrays that it depends on beside its operands."""
         del arrays
         return self
+
+    def of_codes(self, lhs: Quantised, rhs: Quantised) -> Array:
+        """Returns the float32 result of two operands."""
+        product = self.product(lhs.codes, rhs.codes)
+        scales = [self.beside_result(x.scale, side) for side, x in enumerate((lhs, rhs))]
+        return rescaled(product, *scales)
+
+    def gradient_of_codes(
+        self, side: int, cotangent: Array, other: Quantised, dtype: DTypeLike
+    ) -> Array:
+        """Returns the gradient of an operand, to be rounded to `dtype`, from the other one.
+
+        The other's scale, which is along other axes here, is folded into the cotangent.
+        """
+        coded = self.quantised(side, cotangent * self.beside_result(other.scale, 1 - side))
+        return self.gradient(side, coded.codes, other.codes, coded.scale, dtype)
 
     def product(self, lhs: Array, rhs: Array) -> Array:
         """Returns the float32 product of codes and codes, in units of both scales."""
@@ -255,6 +284,15 @@ class ScaledOperation:
         }
 
 
+def rescaled(product: Array, scale: Array, other: Array) -> Array:
+    """Returns a float32 product times both scales.
+
+    The smaller one comes first: the product of the codes and the scale of an operand of 1e37
+    overflows, though the result may be small.
+    """
+    return product * jnp.minimum(scale, other) * jnp.maximum(scale, other)
+
+
 _NO_FORWARD_MODE = (
     "An 8-bit matmul or convolution has no derivative in forward mode (jax.jvp, jax.jacfwd, "
     "jax.linearize, jax.hessian). Take it in reverse mode (jax.grad, jax.jacrev), under a policy "
@@ -262,23 +300,28 @@ _NO_FORWARD_MODE = (
 )
 
 
+_Pair = tuple[Quantised, Quantised]
+
+
 def in_8_bits(
     operation: ScaledOperation,
     lhs: Array,
     rhs: Array,
-    codes: Sequence[Quantised],
+    codes: _Pair,
     arrays: tuple[Array, ...] = (),
+    saved: _Pair | None = None,
 ) -> Array:
     """Runs an operation on the codes of two operands, and returns the accumulator, rescaled.
 
-    Backward runs in 8 bits too, and can't be differentiated again. Its residuals are the codes and
-    scales. The scale of an operand, which is along other axes there, is folded into the cotangent.
+    Backward runs in 8 bits too, and can't be differentiated again.
 
     Args:
+      codes: the operands.
       arrays: integers that the operation depends on.
+      saved: the operands as backward takes them, which are its residuals; None for `codes`.
     """
     lhs, rhs = (in_reverse_mode(_NO_FORWARD_MODE, x) for x in (lhs, rhs))
-    return _in_8_bits(operation, lhs, rhs, tuple(codes), arrays)
+    return _in_8_bits(operation, lhs, rhs, codes, arrays, codes if saved is None else saved)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -286,43 +329,37 @@ def _in_8_bits(
     operation: ScaledOperation,
     lhs: Array,
     rhs: Array,
-    codes: tuple[Quantised, ...],
+    codes: _Pair,
     arrays: tuple[Array, ...],
+    saved: _Pair,
 ) -> Array:
-    del lhs, rhs
-    operation = operation.given(arrays)
-    product = operation.product(*(x.codes for x in codes))
-    scales = [operation.beside_result(x.scale, i) for i, x in enumerate(codes)]
-    # The smaller scale comes first: the product of the codes and the scale of an operand of 1e37
-    # overflows, though the result may be small.
-    return product * jnp.minimum(*scales) * jnp.maximum(*scales)
+    del lhs, rhs, saved
+    return operation.given(arrays).of_codes(*codes)
 
 
 def _forward(
-    operation: ScaledOperation, lhs: Array, rhs: Array, codes: Any, arrays: Any
+    operation: ScaledOperation, lhs: Array, rhs: Array, codes: _Pair, arrays: Any, saved: _Pair
 ) -> tuple[Array, Any]:
     marks = _mark(lhs), _mark(rhs)
     keeps_input = operation.by.weight_gradient == "compute"
     of_weight = (lhs, rhs)[1 - operation.weight] if keeps_input else None
     result = in_8_bits(operation, lhs, rhs, codes, arrays)
-    return result, (codes, of_weight, marks, arrays)
+    return result, (saved, of_weight, marks, arrays)
 
 
-def _backward(operation: ScaledOperation, saved: Any, cotangent: Array) -> tuple[Any, ...]:
-    codes, of_weight, marks, arrays = saved
+def _backward(operation: ScaledOperation, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
+    saved, of_weight, marks, arrays = residuals
     operation = operation.given(arrays)
     cotangent = _differentiated_once(cotangent, *marks)
     gradients = []
-    for side, dtype in enumerate(mark.dtype for mark in marks):
+    for side, mark in enumerate(marks):
         if side == operation.weight and of_weight is not None:
-            given, other, scale = cotangent.astype(of_weight.dtype), of_weight, None
+            given = cotangent.astype(of_weight.dtype)
+            gradient = operation.gradient(side, given, of_weight, None, mark.dtype)
         else:
-            folded = cotangent * operation.beside_result(codes[1 - side].scale, 1 - side)
-            coded = operation.quantised(side, folded)
-            given, other, scale = coded.codes, codes[1 - side].codes, coded.scale
-        gradients.append(operation.gradient(side, given, other, scale, dtype))
-    cast = (x.astype(mark.dtype) for x, mark in zip(gradients, marks, strict=True))
-    return *cast, None, None
+            gradient = operation.gradient_of_codes(side, cotangent, saved[1 - side], mark.dtype)
+        gradients.append(gradient.astype(mark.dtype))
+    return *gradients, None, None, None
 
 
 _in_8_bits.defvjp(_forward, _backward)

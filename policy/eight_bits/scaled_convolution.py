@@ -113,11 +113,10 @@ def scaled_conv(
     fixed["dimension_numbers"] = numbers
     lhs, rhs = alike_varying(lhs, rhs)
     convolution = _Convolution(by, 1, by.operands, tuple(fixed.items()), (lhs.shape, rhs.shape))
-    codes = [
-        quantise_for(x, _all_but(axis, x.ndim), by)
-        for x, axis in zip((lhs, rhs), convolution.axes[0], strict=True)
-    ]
-    return in_8_bits(convolution, lhs, rhs, codes)
+    of_input, of_kernel = convolution.axes[0]
+    x = quantise_for(lhs, _all_but(of_input, lhs.ndim), by)
+    kernel = quantise_for(rhs, _all_but(of_kernel, rhs.ndim), by)
+    return in_8_bits(convolution, lhs, rhs, (x, kernel))
 
 
 def _hashable(value: Any) -> Any:
@@ -125,14 +124,15 @@ def _hashable(value: Any) -> Any:
 
 
 def may_run_in_8_bits(
-    lhs: Array, rhs: Array, batch_group_count: int = 1, out_sharding: Any = None
+    lhs: Array, rhs: Array, by: ScaledMatmul, batch_group_count: int = 1, out_sharding: Any = None
 ) -> bool:
     """Returns whether `scaled_conv` takes a convolution.
 
-    Not one of groups of examples, and none on a mesh of explicit axes.
+    Not one of groups of examples, none in a format with blocks, and none on a mesh of explicit
+    axes.
     """
     is_placed = out_sharding is not None or any(map(explicit_sharding, map(jax.typeof, (lhs, rhs))))
-    return batch_group_count == 1 and not is_placed
+    return batch_group_count == 1 and by.blocks is None and not is_placed
 
 
 def _accumulated(convolve: Callable[..., Array], left: Array, right: Array) -> Array:

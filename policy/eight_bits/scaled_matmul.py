@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,10 +16,13 @@ from jax.typing import DTypeLike
 
 from policy.core.arrays import alike_varying
 from policy.core.dtypes import ScaledMatmul
+from policy.eight_bits.blocks import Layout, multiply_blocks, quantise_in_blocks
 from policy.eight_bits.quantisation import (
+    Quantised,
     ScaledOperation,
     in_8_bits,
     quantise_for,
+    shared,
     warn_if_emulated,
 )
 from policy.functions.einsums import DimensionNumbers, dot_of_einsum
@@ -110,6 +114,49 @@ class _Matmul(ScaledOperation):
         return NamedSharding(sharding.mesh, PartitionSpec(*(names[axis] for axis in axes)))
 
 
+@dataclasses.dataclass(frozen=True)
+class _BlockMatmul(_Matmul):
+    """A matmul of operands with a scale for each block.
+
+    Both matmuls of backward contract other axes than forward: their operands are quantised along
+    these, from the numbers that forward quantised.
+
+    Attributes:
+      shapes: of both operands.
+    """
+
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+
+    def layout(self, side: int) -> Layout:
+        """Returns the axes of an operand, forward."""
+        return self.batch[side], self.free[side], self.contracted[side]
+
+    def saved_layout(self, side: int) -> Layout:
+        """Returns the axes of an operand in the other one's gradient."""
+        return self.batch[side], tuple(sorted(self.contracted[side])), self.free[side]
+
+    def coded(self, x: Array, layout: Layout) -> Quantised:
+        return shared(quantise_in_blocks, x, layout, self.by.operands, self.by.blocks)
+
+    def of_codes(self, lhs: Quantised, rhs: Quantised) -> Array:
+        left, right = self.shapes
+        kept = [left[axis] for axis in (*self.batch[0], *self.free[0])]
+        product = multiply_blocks(lhs, rhs, self.dtype)
+        return jnp.reshape(product, (*kept, *(right[axis] for axis in self.free[1])))
+
+    def gradient_of_codes(
+        self, side: int, cotangent: Array, other: Quantised, dtype: DTypeLike
+    ) -> Array:
+        batch, other_side = tuple(range(len(self.batch[0]))), 1 - side
+        layout = batch, self._of_result(side), self._of_result(other_side)
+        blocks: Any = self.by.blocks
+        given = quantise_in_blocks(cotangent, layout, self.gradients, blocks)
+        _, axes = self._transposed(side)
+        product = multiply_blocks(given, other, dtype)
+        product = jnp.reshape(product, [self.shapes[side][axis] for axis in axes])
+        return jnp.transpose(product, [axes.index(place) for place in range(len(axes))])
+
+
 def scaled_dot_general(
     lhs: Array,
     rhs: Array,
@@ -123,7 +170,8 @@ def scaled_dot_general(
     """Multiplies two operands in 8 bits, and returns the accumulator, rescaled.
 
     Backward multiplies in 8 bits too. Its residuals are the codes and the scales of the operands.
-    The scale of an operand that was contracted differently then is folded into the cotangent.
+    The scale of an operand that was contracted differently then is folded into the cotangent. In a
+    format with blocks the residuals are codes and scales along what backward contracts.
     Gradients have the dtypes of the operands.
 
     Args:
@@ -137,26 +185,51 @@ def scaled_dot_general(
     Raises:
       NotImplementedError: the gradient is differentiated again, or forward mode is evaluated.
     """
+    shardings = explicit_sharding(jax.typeof(lhs)), explicit_sharding(jax.typeof(rhs))
+    if by.blocks is not None and any(shardings):
+        multiply = functools.partial(scaled_dot_general, by=by, weight=weight, dtype=dtype)
+        return _with_auto_axes(multiply, lhs, rhs, dimension_numbers, out_sharding)
     warn_if_emulated(by)
     contracted, batch = ((tuple(pair[0]), tuple(pair[1])) for pair in dimension_numbers)
     lhs_free, rhs_free = (
         tuple(i for i in range(x.ndim) if i not in (*contracted[side], *batch[side]))
         for side, x in enumerate((lhs, rhs))
     )
-    codes = [quantise_for(x, axes, by) for x, axes in zip((lhs, rhs), contracted, strict=True)]
-    matmul = _Matmul(
-        by=by,
-        weight=int(weight == "rhs"),
-        gradients=by.gradients,
-        contracted=contracted,
-        batch=batch,
-        free=(lhs_free, rhs_free),
-        dtype=jnp.dtype(dtype),
-        sharding=out_sharding,
-        shardings=(explicit_sharding(jax.typeof(lhs)), explicit_sharding(jax.typeof(rhs))),
+    fields: dict[str, Any] = {
+        "by": by,
+        "weight": int(weight == "rhs"),
+        "gradients": by.gradients,
+        "contracted": contracted,
+        "batch": batch,
+        "free": (lhs_free, rhs_free),
+        "dtype": jnp.dtype(dtype),
+        "sharding": out_sharding,
+        "shardings": shardings,
+    }
+    left, right = alike_varying(lhs, rhs)
+    if by.blocks is None:
+        codes = quantise_for(lhs, contracted[0], by), quantise_for(rhs, contracted[1], by)
+        return in_8_bits(_Matmul(**fields), left, right, codes).astype(dtype)
+    matmul = _BlockMatmul(**fields, shapes=(lhs.shape, rhs.shape))
+    codes, saved = (
+        (matmul.coded(lhs, layout(0)), matmul.coded(rhs, layout(1)))
+        for layout in (matmul.layout, matmul.saved_layout)
     )
-    lhs, rhs = alike_varying(lhs, rhs)
-    return in_8_bits(matmul, lhs, rhs, codes).astype(dtype)
+    return in_8_bits(matmul, left, right, codes, saved=saved).astype(dtype)
+
+
+def _with_auto_axes(
+    multiply: Any, lhs: Array, rhs: Array, numbers: DimensionNumbers, out_sharding: Any
+) -> Array:
+    """Returns ``multiply(lhs, rhs, numbers)`` on a mesh of explicit axes, placed as a plain matmul.
+
+    Blocks merge axes, of which explicit shardings may divide several: XLA places what is inside.
+    """
+    plain = functools.partial(lax.dot_general, dimension_numbers=numbers, out_sharding=out_sharding)
+    placed = jax.eval_shape(plain, lhs, rhs).sharding
+    inside: Any = functools.partial(multiply, dimension_numbers=numbers)
+    placing: Any = jax.sharding.auto_axes(inside, out_sharding=placed)
+    return placing(lhs, rhs)
 
 
 def scaled_einsum(

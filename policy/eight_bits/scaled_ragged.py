@@ -157,10 +157,10 @@ def scaled_ragged_dot_general(
     tokens, experts = lhs.shape[numbers.lhs_ragged_dimensions[0]], rhs.shape[group]
     lhs = jnp.transpose(lhs, (*numbers.lhs_ragged_dimensions, *left)).reshape(tokens, -1)
     rhs = jnp.transpose(rhs, (group, *right, *free)).reshape(experts, lhs.shape[1], -1)
-    codes = [
+    codes = (
         quantise(_masked(lax.stop_gradient(lhs), group_sizes), (1,), by.operands, by.scaling),
         quantise_for(rhs, (1,), by),
-    ]
+    )
     ragged = _Ragged(by, 1, by.gradients, jnp.dtype(dtype), tokens)
     lhs, rhs = alike_varying(lhs, rhs)
     result = in_8_bits(ragged, lhs, rhs, codes, (group_sizes,))

@@ -55,8 +55,8 @@ def is_inexact_name(dtype: str) -> bool:
 
 
 def is_eight_bits(dtype: Any) -> bool:
-    """Returns whether a dtype, or that of a name, is int8 or a float of 8 bits."""
-    return str(dtype) == "int8" or str(dtype).startswith("float8")
+    """Returns whether a dtype, or that of a name, is int8 or a float of 8 bits at most."""
+    return str(dtype) == "int8" or str(dtype).startswith(("float8", "float4"))
 
 
 def explicit_sharding(aval: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from policy.programs import primitives
-from policy.programs.dtypes import HALVES, WIDES, dtype_name_of, is_inexact_name
+from policy.programs.dtypes import HALVES, WIDES, dtype_name_of, is_eight_bits, is_inexact_name
 from policy.programs.jaxprs import Equation
 
 _KINDS = {
@@ -41,10 +41,11 @@ def sums(equation: Equation) -> bool:
 
 def operands_of(equation: Equation) -> tuple[str, ...]:
     """Returns the dtypes of the inexact operands of an equation, or of all if none is inexact; of
-    attention in one kernel those of queries, keys and values, of a ragged matmul not its sizes.
+    attention in one kernel those of queries, keys and values, of a ragged matmul not its sizes, and
+    of a matmul with scales not these.
     """
-    name = equation.primitive.name
-    multiplied = 3 if name in primitives.ATTENTIONS else 2 if name in primitives.MATMULS else None
+    name, pairs = equation.primitive.name, primitives.MATMULS | primitives.SCALED_DOTS
+    multiplied = 3 if name in primitives.ATTENTIONS else 2 if name in pairs else None
     dtypes = [dtype for atom in equation.invars[:multiplied] if (dtype := dtype_name_of(atom))]
     numbers = [dtype for dtype in dtypes if is_inexact_name(dtype)]
     return tuple(numbers or dtypes)
@@ -91,7 +92,7 @@ def _of_matmul(equation: Equation, operands: tuple[str, ...]) -> str:
         return str(np.dtype(declared))
     preferred = equation.params.get("preferred_element_type")
     preferred = None if preferred is None else str(np.dtype(preferred))
-    narrow = {dtype for dtype in operands if dtype in HALVES or dtype.startswith("float8")}
+    narrow = {dtype for dtype in operands if dtype in HALVES or is_eight_bits(dtype)} - {"int8"}
     if preferred in WIDES or not narrow:
         return preferred or (operands[0] if operands else "")
     return "backend"
@@ -145,15 +146,23 @@ def flops_of(equation: Equation) -> int:
 
 
 def _dot(equation: Equation, result: int) -> int:
-    ragged = equation.params.get("ragged_dot_dimension_numbers")
-    numbers = ragged.dot_dimension_numbers if ragged else equation.params.get("dimension_numbers")
-    if numbers is None:  # fused attention in 8 bits
+    contracted, left = contracted_axes(equation), equation.invars[0].aval.shape
+    if contracted is None:  # fused attention in 8 bits
         return 0
-    (contracted, _), _ = numbers
-    left = equation.invars[0].aval.shape
+    ragged = equation.params.get("ragged_dot_dimension_numbers")
     if ragged and ragged.lhs_ragged_dimensions[0] in contracted:  # each row is of one group
         result //= max(int(equation.invars[2].aval.shape[-1]), 1)
     return 2 * result * size([left[axis] for axis in contracted])
+
+
+def contracted_axes(equation: Equation) -> tuple[int, ...] | None:
+    """Returns the axes of a matmul's left operand that are contracted, or None if it has none."""
+    ragged = equation.params.get("ragged_dot_dimension_numbers")
+    numbers = ragged.dot_dimension_numbers if ragged else equation.params.get("dimension_numbers")
+    if numbers is None:  # those of scaled ones are (batch, rows, contracted)
+        return (2,) if equation.primitive.name in primitives.SCALED_DOTS else None
+    (contracted, _), _ = numbers
+    return tuple(contracted)
 
 
 def _attention(equation: Equation) -> int:

@@ -188,8 +188,8 @@ _TABLE: dict[str, dict[str, str]] = {
             stochastic_round: reads_bits""",
         "fp8": """
             dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
-            dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper scaled_dot
-            scaled_matmul scaled_matmul_wrapper""",
+            dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper""",
+        "matmul-scaled": "scaled_dot scaled_matmul scaled_matmul_wrapper",
     },
     # Holds programs, which are rewritten too.
     "control": {
@@ -290,7 +290,10 @@ def _with(trait: str) -> frozenset[str]:
 MATMULS = of_kinds("matmul", "conv")
 """Matmuls and convolutions, which compute_dtype is for: reported where they stay in float32."""
 
-DOTS = of_kinds("matmul", "attention", "fp8")
+SCALED_DOTS = of_kinds("matmul-scaled")
+"""Matmuls of two operands with scales; the scales follow as operands."""
+
+DOTS = of_kinds("matmul", "attention", "fp8") | SCALED_DOTS
 """Matmuls, and fused ones, such as attention by one call of a library."""
 
 ATTENTIONS = of_kinds("attention", "attention-bwd", "attention-kernel")

@@ -244,7 +244,9 @@ def test_no_gradient_gathers_activations(kind):
 
 
 @pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
-@pytest.mark.parametrize("text", ["m=f8", "m=i8", "m=i8:tensor", "m=i8:compute"])
+@pytest.mark.parametrize(
+    "text", ["m=f8", "m=i8", "m=i8:tensor", "m=i8:compute", "m=mxfp8", "m=nvfp4"]
+)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_matmuls_in_8_bits_are_those_of_one_device_and_gradients_lie_as_the_params(kind, text):
     layer = nn.Dense(8, dtype_policy=f"p=f32,c=bf16,{text}")

@@ -36,6 +36,8 @@ pytestmark = [
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.standard_normal((4, 16, 32)), jnp.float32)
 EIGHT = {"mixed_float8": ("float8_e4m3fn", "float8_e5m2"), "mixed_int8": ("int8", "int8")}
+MXFP8, NVFP4 = (f"p=f32,c=bf16,o=f32,m={text}" for text in ("mxfp8", "nvfp4"))
+BLOCKS = {MXFP8: ("float8_e4m3fn",) * 2, NVFP4: ("float4_e2m1fn",) * 2}
 HALF, KEPT = ("bfloat16", "bfloat16"), "p=f32,c=bf16,o=bf16"
 
 
@@ -92,8 +94,9 @@ NET = Text(
 
 def dots(function: Any, *args: Any) -> collections.Counter[tuple[str, ...]]:
     """Returns the dtypes of both operands of each matmul and convolution of a program."""
-    found = named(operations(function, *args), "dot_general", "conv_general_dilated")
-    return collections.Counter(op.inputs for op in found)
+    names = "dot_general", "conv_general_dilated", "scaled_dot"
+    found = named(operations(function, *args), *names)
+    return collections.Counter(op.inputs[:2] for op in found)
 
 
 def loss_of(layer: Any) -> tuple[Callable[[Any, Any], Any], Any]:
@@ -113,8 +116,13 @@ def error(found: Any, truth: Any) -> float:
     return float(np.linalg.norm(found - truth) / np.linalg.norm(truth))
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("text", EIGHT)
+def in_8_bits(layers: Any) -> list[tuple[str, str]]:
+    """Returns policies, and names of layers that multiply in 8 bits by them."""
+    pairs = [(text, name) for text in EIGHT for name in layers]
+    return pairs + [(text, name) for text in BLOCKS for name in layers if "Conv" not in name]
+
+
+@pytest.mark.parametrize(("text", "name"), in_8_bits(LAYERS))
 def test_a_layer_multiplies_three_times_in_8_bits_and_is_near_float32(text, name):
     results = []
     seen: collections.Counter[tuple[str, ...]] = collections.Counter()
@@ -125,14 +133,15 @@ def test_a_layer_multiplies_three_times_in_8_bits_and_is_near_float32(text, name
             results.append((run(params, X), *jax.tree.leaves(grads(params, X))))
             if policy_text == text:
                 seen = dots(grads, params, X)
-    operands, cotangents = EIGHT[text]
+    operands, cotangents = (EIGHT | BLOCKS)[text]
     if "Conv" in name:  # JAX convolves no two dtypes
         cotangents = operands
     expected = collections.Counter({(operands, operands): 1})
     expected[cotangents, operands] += 2
     assert seen == expected
     for ours, truth in zip(*results, strict=True):
-        assert error(ours, truth) < (0.12 if text == "mixed_float8" else 0.04)
+        bound = {"mixed_float8": 0.12, MXFP8: 0.07, NVFP4: 0.25}.get(text, 0.04)
+        assert error(ours, truth) < bound
 
 
 @pytest.mark.parametrize("name", ["linen/Dense", "linen/Conv", "nnx/Linear", "nnx/Conv"])
@@ -212,10 +221,16 @@ def test_a_layer_is_kept_out_by(how, name):
 
 
 def test_transposed_and_local_convolutions_stay_in_compute_dtype():
-    for stays in (linen.ConvTranspose(4, (3,)), linen.ConvLocal(4, (3,))):
-        with use_policy("mixed_float8"):
+    stay = (
+        ("mixed_float8", linen.ConvTranspose(4, (3,))),
+        ("mixed_float8", linen.ConvLocal(4, (3,))),
+    )
+    for text, stays in (*stay, *((text, linen.Conv(4, (3,))) for text in BLOCKS)):
+        with use_policy(text):
             run, params = loss_of(stays)
             assert set(dots(run, params, X)) == {HALF}
+            cast = policy.autocast(flax.linen.Conv(4, (3,)).apply, text, params=0)
+            assert text not in BLOCKS or set(dots(cast, params, X)) == {HALF}
 
 
 class LinenBlock(linen.Module):
@@ -260,7 +275,7 @@ SMALL = [LAYERS[name] for name in ("linen/Dense", "linen/Conv", "nnx/Linear", "n
 
 
 @pytest.mark.parametrize(
-    "policy", ["mixed_int8", "mixed_float8", "p=f32,c=bf16,o=f32,m=i8:compute"]
+    "policy", ["mixed_int8", "mixed_float8", "p=f32,c=bf16,o=f32,m=i8:compute", *BLOCKS]
 )
 @pytest.mark.parametrize("made", [*SMALL, *ATTENTION.values()])
 def test_gradients_of_replicated_params_inside_of_shard_map_are_those_outside(made, policy):
@@ -319,8 +334,7 @@ def shapes_of(layer: Any) -> tuple[Callable[[Any, Any], Any], Any]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", ALL_LAYERS)
-@pytest.mark.parametrize("text", EIGHT)
+@pytest.mark.parametrize(("text", "name"), in_8_bits(ALL_LAYERS))
 def test_an_audit_finds_nothing_in_our_layers(text, name, place):
     with use_policy(text):
         run, params = shapes_of(ALL_LAYERS[name]())
@@ -444,9 +458,9 @@ def test_tabulate_shows_8_bits_where_an_nnx_layer_multiplies_in_them(way):
 
 
 @pytest.mark.parametrize("name", ["linen/attention", "nnx/attention", "linen/Einsum", "nnx/Linear"])
-@pytest.mark.parametrize("text", [*EIGHT, "mixed_bfloat16"])
+@pytest.mark.parametrize("text", [*EIGHT, *BLOCKS, "mixed_bfloat16"])
 def test_assert_matmuls_obey_passes_for_our_layers(text, name):
-    other = "mixed_bfloat16" if text in EIGHT else "mixed_int8"
+    other = "mixed_int8" if text == "mixed_bfloat16" else "mixed_bfloat16"
     with use_policy(text):
         run, params = shapes_of(ALL_LAYERS[name]())
         assert_matmuls_obey(run, (params, X), text, backward=True, params=0)
@@ -518,7 +532,7 @@ def squares(v: Any, x: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compute", ["bf16", "f32"])
-@pytest.mark.parametrize("kind", ["f8", "i8"])
+@pytest.mark.parametrize("kind", ["f8", "i8", "mxfp8", "nvfp4"])
 def test_compare_measures_the_error_that_8_bits_really_bring(kind, compute):
     text, x = f"p=f32,c={compute},o=f32,m={kind}", X[:1]
     v = Pair().init(jax.random.key(0), x)
@@ -531,11 +545,13 @@ def test_compare_measures_the_error_that_8_bits_really_bring(kind, compute):
     found = [row.error for row in comparison.parameters]
     assert found == pytest.approx(jax.tree.leaves(real), rel=1e-2) and min(found) > 1e-3
     assert not comparison.unpaired and {row.path for row in comparison.activations} > {"up", "head"}
-    operands = [(path, o) for path in ("up", "head") for o in ("input", "weight", "cotangent")]
+    layers = ("up", "head") if kind in ("f8", "i8") else ("head",)
+    operands = [(path, o) for path in layers for o in ("input", "weight", "cotangent")]
     assert {(one.path, one.operand) for one in comparison.codes} == set(operands)
     of_matmul = [one for one in comparison.codes if one.path == "head"]
     cotangents = {one.dtype for one in of_matmul if one.operand == "cotangent"}
-    assert cotangents == ({"int8"} if kind == "i8" else {"float8_e5m2"})
+    by: Any = policy.get_policy(text).matmul
+    assert cotangents == {str(by.gradients)}
 
 
 @pytest.mark.slow

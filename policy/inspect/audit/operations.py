@@ -139,7 +139,8 @@ class AuditFigures:
 
     @functools.cached_property
     def matmul_shares(self) -> dict[str, float]:
-        """The shares of matmul and convolution FLOPs in "8 bits", "half" and "float32" or wider.
+        """The shares of matmul and convolution FLOPs in "8 bits" or 4, "half" and "float32" or
+        wider.
 
         Those that are zero are left out; so are matmuls of other integers.
         """
@@ -152,7 +153,7 @@ class AuditFigures:
 
     @functools.cached_property
     def eight_bit_matmul_share(self) -> float:
-        """The share of matmul and convolution FLOPs in 8 bits; 0.0 if there are none."""
+        """The share of matmul and convolution FLOPs in 8 bits or 4; 0.0 if there are none."""
         return self.matmul_shares.get("8 bits", 0.0)
 
     @functools.cached_property

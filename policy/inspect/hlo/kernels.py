@@ -81,7 +81,7 @@ def _contraction_flops(instruction: Instruction) -> Flops:
     operands = [operand.results[0] for operand in instruction.operands if operand.results]
     if len(operands) < 2 or not instruction.results:
         return {}
-    if opcode == "dot" or target.startswith(_GEMMS):
+    if opcode in ("dot", "scaled-dot") or target.startswith(_GEMMS):
         return {_multiplied(instruction, operands[:2]): _dot_flops(instruction, operands[0])}
     if opcode == "convolution" or target.startswith(_CONVOLUTIONS):
         return {_multiplied(instruction, operands[:2]): _convolution_flops(instruction, operands)}

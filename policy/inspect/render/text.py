@@ -13,6 +13,7 @@ _SHORT = {
     "float64": "f64",
     "float8_e4m3fn": "f8e4m3",
     "float8_e5m2": "f8e5m2",
+    "float4_e2m1fn": "f4e2m1",
 }
 _DECIMAL = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
 _PARTS = {"s": 1.0, "ms": 1e3, "µs": 1e6, "ns": 1e9}

@@ -13,14 +13,15 @@ from jax import lax
 
 from policy.core.dtypes import ScaledMatmul
 from policy.core.policy import Policy
+from policy.eight_bits.blocks import rounded_in_blocks
 from policy.eight_bits.quantisation import quantise
 from policy.inspect.suggest.patterns import reached_path
 from policy.inspect.traced.call import Call, Program
 from policy.programs.dtypes import is_eight_bits
 from policy.programs.jaxprs import Equation
-from policy.programs.operations import flops_of, size
+from policy.programs.operations import contracted_axes, flops_of, size
 from policy.programs.paths import Path
-from policy.programs.primitives import CONVOLUTIONS, MATMULS
+from policy.programs.primitives import CONVOLUTIONS, MATMULS, SCALED_DOTS
 from policy.programs.reading.graph import Graph, Node
 from policy.programs.reading.matmul_operands import (
     COTANGENT,
@@ -156,7 +157,12 @@ class ScaledDots:
         """Returns the product of float32 arrays as 8 bits give it, in float32."""
         numbers = equation.params["dimension_numbers"]
         cotangent = self.cotangents[id(equation)]
-        if cotangent is None:
+        if self.by.blocks is not None:
+            lhs, rhs = (
+                _in_blocks(x, numbers, side, self.by, is_cotangent=side == cotangent)
+                for side, x in enumerate(arrays)
+            )
+        elif cotangent is None:
             pairs = zip(arrays, numbers[0], strict=True)
             lhs, rhs = (_dequantised(x, axes, self.by.operands, self.by) for x, axes in pairs)
         else:
@@ -168,6 +174,16 @@ class ScaledDots:
 def _dequantised(x: Any, axes: Sequence[int], dtype: np.dtype, by: ScaledMatmul) -> jax.Array:
     found = quantise(x, axes, dtype, by.scaling)
     return found.codes.astype(jnp.float32) * found.scale
+
+
+def _in_blocks(
+    x: Any, numbers: tuple[_Axes, _Axes], side: int, by: ScaledMatmul, *, is_cotangent: bool
+) -> jax.Array:
+    contracted, batch = (tuple(axes[side]) for axes in numbers)
+    rows = tuple(axis for axis in range(x.ndim) if axis not in (*contracted, *batch))
+    dtype, blocks = by.gradients if is_cotangent else by.operands, by.blocks
+    assert blocks is not None
+    return rounded_in_blocks(x, (batch, rows, contracted), dtype, blocks)
 
 
 def _backward(
@@ -217,7 +233,9 @@ def scaled_of(
     program_in_8_bits = call.under(policy.replace(matmul=by), None, program.route).jaxpr
     eight = [site for site in walk(program_in_8_bits) if _multiplies_codes(site.equation)]
     runs = {
-        _key(site, reached_path(_path(site), modules)) for site in eight if site.name == _MATMUL
+        _key(site, reached_path(_path(site), modules), by)
+        for site in eight
+        if site.name in (_MATMUL, *SCALED_DOTS)
     }
     graph, params = Graph(program.jaxpr), call.differentiated()
     lost = lost_prefixes(_path(node.site) for node in graph.nodes)
@@ -230,7 +248,7 @@ def scaled_of(
         path, whole = (reached_path(p, modules) for p in (own, lost.get(own, own)))
         is_plain = node.name == _MATMUL and len(node.inputs) == 2
         is_kept = one.weight is None and by.weight_gradient == "compute"
-        if not is_plain or is_kept or runs.isdisjoint({_key(site, path), _key(site, whole)}):
+        if not is_plain or is_kept or runs.isdisjoint(_key(site, at, by) for at in (path, whole)):
             continue
         sides = [side for side in (0, 1) if made_of[id(node.inputs[side])] & COTANGENT]
         cotangents[id(site.equation)] = sides[0] if sides else None
@@ -254,7 +272,7 @@ def scaled_of(
 def _multiplies_codes(equation: Equation) -> bool:
     name, operands = equation.primitive.name, equation.invars[:2]
     checked = operands[1:] if name in CONVOLUTIONS else operands
-    return name in MATMULS and all(is_eight_bits(atom.aval.dtype) for atom in checked)
+    return name in MATMULS | SCALED_DOTS and all(is_eight_bits(atom.aval.dtype) for atom in checked)
 
 
 def _measure(layer: ScaledLayer, node: Node, weight: int) -> None:
@@ -271,10 +289,13 @@ def _path(site: Site) -> Path:
     return module_path(site.path, site.is_backward)
 
 
-def _key(site: Site, path: Path) -> tuple[Any, ...]:
-    """Returns what a matmul in 8 bits shares with the same one in half precision, at its path."""
-    contracted, _ = site.equation.params["dimension_numbers"]
+def _key(site: Site, path: Path, by: ScaledMatmul) -> tuple[Any, ...]:
+    """Returns what a matmul in 8 bits shares with the same one in half precision, at its path.
+
+    In blocks several axes are one, and what is contracted is a whole number of blocks.
+    """
     left = site.equation.invars[0].aval.shape
-    depth = size([left[axis] for axis in contracted[0]])
-    result = tuple(sorted(site.equation.outvars[0].aval.shape))
-    return path, site.is_backward, depth, result
+    depth = size([left[axis] for axis in contracted_axes(site.equation) or ()])
+    block = 1 if by.blocks is None else by.blocks.size
+    result = size(site.equation.outvars[0].aval.shape)
+    return path, site.is_backward, -(-depth // block), result

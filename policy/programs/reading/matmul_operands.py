@@ -184,9 +184,16 @@ def codes_of(jaxpr: Any, params: Collection[int] = ()) -> Codes:
 def _multiplied_at(cast: Node, is_backward: bool) -> tuple[Path, ...]:
     """Returns the modules whose matmuls read the codes of a cast, as they are or widened."""
     passes = lambda node: is_joint(node) or node.name in _RESCALES  # noqa: E731
-    sites = [node.site for node in readers_past([cast.out], passes) if node.name in _PRODUCTS]
+    read = [node for node in readers_past([cast.out], passes) if node.name in _PRODUCTS]
+    sites = [node.site for node in read if not _is_scale(cast.out, node)]
     of_pass = [site for site in sites if site.is_backward == is_backward] or sites
     return tuple(dict.fromkeys(module_path(site.path, site.is_backward) for site in of_pass))
+
+
+def _is_scale(value: Value, dot: Node) -> bool:
+    """Returns whether a value has the shape of a scale of a matmul, and of no operand."""
+    shapes = [one.shape for one in dot.inputs]
+    return dot.name in primitives.SCALED_DOTS and value.shape not in shapes[:2]
 
 
 def place_of_site(site: Site) -> CastPlace:

@@ -159,6 +159,7 @@ def test_the_dtype_of_a_cache_survives_its_text(given, short, dtype):
     [
         *("f8", "i8", "f8:tensor", "i8:compute", "f8:tensor:compute:fast"),
         *("float8_e4m3fn/float8_e4m3fn", "float8_e5m2/float8_e4m3fn:fast"),
+        *("mxfp8", "mxfp8_up", "nvfp4:compute", "f8:mxfp8", "float8_e5m2/float8_e5m2:mxfp8_up"),
     ],
 )
 def test_the_text_of_matmuls_in_8_bits_comes_back(text):
@@ -199,6 +200,8 @@ def test_8bit_is_the_kind_that_a_device_is_faster_in(platform, kind, expected):
     ("text", "message"),
     [
         ("m=f9", "Unknown 8-bit matmul 'f9': it should be f8, i8, 8bit"),
+        ("m=mxfp8:row", "Unknown or repeated option in 'mxfp8:row'"),
+        ("m=i8:mxfp8", "operands='int8'.*: it should be one of float8_e4m3fn, float8_e5m2"),
         ("m=f8:rows", "Unknown or repeated option in 'f8:rows'"),
         ("m=f8:row:tensor", "Unknown or repeated option in 'f8:row:tensor'"),
         ("m=float8_e4m3fn/float16", r"ScaledMatmul\(gradients='float16'\): it should be one of"),

@@ -71,16 +71,20 @@ def test_a_layer_that_int8_spoils_is_kept_out_and_the_rules_hold_when_applied(ki
 
 
 @pytest.mark.slow
-def test_gradients_are_emulated_as_the_backward_matmuls_compute_them(variables):
+@pytest.mark.parametrize(
+    "text", ["mixed_float8", "p=f32,c=bf16,o=f32,m=mxfp8", "p=f32,c=bf16,o=f32,m=nvfp4"]
+)
+def test_gradients_are_emulated_as_the_backward_matmuls_compute_them(text, variables):
     def loss(v: Any, x: Any) -> Any:
         y: Any = Net().apply(v, x)
         return jnp.square(y.astype(jnp.float32)).mean()
 
-    found = suggest(loss, variables, X, error=0.5, policy="mixed_float8", backward=True, smallest=4)
-    assert found.policy == "mixed_float8" and found.rules == PolicyRules([])
+    given = get_policy(text)
+    found = suggest(loss, variables, X, error=0.8, policy=given, backward=True, smallest=4)
+    assert get_policy(found.policy) == given and found.rules == PolicyRules([])
     assert all(layer.runs_in_8_bits for layer in found.layers)
     assert found.emulated == pytest.approx(found.error, rel=1e-3) and found.error > 0.02
-    with use_policy("mixed_float8"):
+    with use_policy(given):
         grads = exactly(jax.grad(loss))(variables, X)
     truth = jax.grad(loss)(variables, X)
     assert relative(grads, truth) == pytest.approx(found.error, rel=1e-2)
