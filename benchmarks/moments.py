@@ -99,7 +99,7 @@ class Storage:
 
     Attributes:
       name: of the row.
-      dtype: of `moment_dtype`; None is float32.
+      dtype: of both moments, or of the first and the second one; None is float32.
       rounding: of a control, after every step.
       nats, error: the largest ratios to float32's figures; None only reports.
       nats_at_least, error_at_least: the smallest, for a control.
@@ -115,9 +115,10 @@ class Storage:
 
     def wrap(self, tx: optax.GradientTransformation, policy: Any) -> mp.MixedPrecision:
         """Wraps Adam, with its moments stored in this way."""
+        first, _, second = (self.dtype or "").partition(", ")
         if self.rounding is not None:
             tx = with_rounded_moments(tx, self.rounding)
-        moments = None if self.dtype is None else {"mu": self.dtype, "nu": self.dtype}
+        moments = None if self.dtype is None else {"mu": first, "nu": second or first}
         key = None if self.dtype is None else jax.random.key(SEED)
         return mp.mixed_precision(tx, policy, moment_dtype=moments, key=key)
 
@@ -128,6 +129,8 @@ STORAGES = (
     Storage("int8", "int8", nats=1.01, error=1.03),
     Storage("float8", "float8", nats=1.01, error=1.04),
     Storage("int4", "int4", nats=1.01, error=5.0),
+    Storage("mu int8, nu int4", "int8, int4", nats=1.01, error=4.0),
+    Storage("mu int4, nu int8", "int4, int8", error_at_least=8.0, error=math.inf),
     Storage("control: one linear scale", None, linear, math.inf, math.inf, 2.0, 10.0),
     Storage("control: Li et al.", None, li_et_al, nats=1.03, error=math.inf, error_at_least=5.0),
     Storage("control: rounded to nearest", None, nearest, error=math.inf, error_at_least=1.08),
