@@ -207,6 +207,40 @@ def test_layers_scan_over_their_caches():
     np.testing.assert_allclose(*results.values(), atol=0.2)
 
 
+def test_stacked_nnx_layers_scan_over_their_caches():
+    @flax_nnx.vmap(in_axes=0, out_axes=0)
+    def make(key: jax.Array) -> Any:
+        with use_policy("p=f32,c=bf16,o=f32,k=i8"):
+            layer = nnx.MultiHeadAttention(HEADS, 16, decode=True, rngs=nnx.Rngs(key))
+        layer.init_cache(X.shape)
+        return layer
+
+    @flax_nnx.jit
+    @flax_nnx.scan(in_axes=(flax_nnx.Carry, 0), out_axes=flax_nnx.Carry)
+    def step(x: jax.Array, layer: Any) -> jax.Array:
+        return x + layer(x)
+
+    layers = make(jax.random.split(KEY, 3))
+    for i in range(2):
+        assert step(X[:, i : i + 1], layers).dtype == jnp.float32
+    assert layers.cached_key_scale.shape == (3, 2, 6, HEADS, 1)
+    codes = np.asarray(layers.cached_key[...], int)
+    assert codes[:, :, :2].any((-1, -2)).all() and not codes[:, :, 2:].any()
+
+
+def test_ports_of_flaxs_layers_keep_codes():
+    theirs: Any = flax_linen.MultiHeadDotProductAttention(HEADS, decode=True)
+    ported: Any = linen.apply_policy(theirs, "p=f32,c=bf16,k=f8")
+    variables = ported.init(KEY, X)
+    _, after = ported.apply(variables, X[:, :1], mutable=["cache"])
+    assert after["cache"]["cached_value"].dtype == jnp.float8_e4m3fn
+    plain: Any = flax_nnx.MultiHeadAttention(HEADS, 16, decode=True, rngs=flax_nnx.Rngs(0))
+    model = nnx.apply_policy(plain, "p=f32,c=bf16,k=f8")
+    model.init_cache(X.shape)
+    model(X[:, :1])
+    assert model.cached_value.dtype == jnp.float8_e4m3fn and model.cached_value[:, 0].any()
+
+
 def test_a_vmapped_decode_has_an_index_for_each_row():
     decoder = Decoder("linen", "p=f32,k=i8")
     caches = jax.tree.map(lambda x: jnp.stack([x, x]), decoder.cache)
