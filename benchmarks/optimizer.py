@@ -40,6 +40,7 @@ from policy import ScaledGradients, apply_gradients, loss_scale_of, mixed_precis
 ELEMENTS, LEAVES = 2**20, 4
 LARGEST_TEMPORARY = 4.0
 PLAIN, SAME_AS_PEERS = "plain optax, f32 params, bf16 gradients", "f32 / bf16"
+ON_HOST = "remainder, state on the host"
 JMP, MPX = "jmp: unscale, select, f32 / bf16", "mpx: unscale, select, f32 / bf16"
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -200,6 +201,7 @@ def pipelines() -> list[Pipeline]:
         "remainder, no skipping": {"master_weights": "remainder", "skip_nonfinite": False},
         "remainder, tx.update": {"master_weights": "remainder", "through_optax": True},
         "full masters, tx.update": {"master_weights": "full", "through_optax": True},
+        ON_HOST: {"master_weights": "remainder", "state_memory_kind": "pinned_host"},
         "remainder8": {"master_weights": "remainder8", "key": key},
         "remainder8, int4 moments": {
             "master_weights": "remainder8",

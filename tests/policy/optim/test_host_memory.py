@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 
+from mpmodules import nnx
 from policy import apply_gradients, master_params
-from policy.optim import convert, host_memory, init_from_master, resync, state_shardings
+from policy.optim import convert, finite_of, host_memory, init_from_master, resync, state_shardings
 from tests.policy.optim.steps import BOTH_WAYS, assert_same, stepped, wrapped
 
 KEY = jax.random.key(0)
@@ -106,6 +108,28 @@ def test_masters_on_the_host_are_read_written_and_converted():
     assert kinds(convert(moved, params, to=tx)) == ON_HOST
     # a state that was restored into the device's memory goes back
     assert kinds(apply_gradients(tx, params, moved, GRADIENTS)[1]) == ON_HOST
+
+
+def test_a_train_state_and_an_nnx_optimizer_hold_it():
+    plain, tx = transforms("remainder")
+    make = lambda tx: TrainState.create(apply_fn=optax.sgd, params=PARAMS, tx=tx)  # noqa: E731
+    step = jax.jit(lambda state: state.apply_gradients(grads=GRADIENTS))
+    with jax.numpy_dtype_promotion("standard"):
+        found, truth = step(make(tx)), step(make(plain))
+    assert kinds(found.opt_state) == ON_HOST
+    assert_same((found.params, found.opt_state), (truth.params, truth.opt_state))
+
+    @nnx.jit
+    def update(model, optimizer):
+        gradients = nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 64)))))(model)
+        optimizer.update(model, gradients)
+
+    model = nnx.Linear(64, 128, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    with jax.numpy_dtype_promotion("standard"):
+        update(model, optimizer)
+    assert kinds(nnx.state(optimizer.opt_state)) == ON_HOST
+    assert finite_of(optimizer) and optimizer.opt_state.count[...] == 1
 
 
 def test_memories_that_the_device_lacks_are_refused(monkeypatch):
