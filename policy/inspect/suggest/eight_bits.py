@@ -37,6 +37,7 @@ more cycles on every chip of the table in docs/eight_bits.md (`benchmarks/accel/
 """
 Why = Literal["", "budget", "too small to gain", "in float32"]
 _MATMUL = "dot_general"
+_DOTS = (_MATMUL, *SCALED_DOTS)
 _Axes = tuple[Sequence[int], Sequence[int]]
 
 
@@ -235,7 +236,7 @@ def scaled_of(
     runs = {
         _key(site, reached_path(_path(site), modules), by)
         for site in eight
-        if site.name in (_MATMUL, *SCALED_DOTS)
+        if site.name in _DOTS
     }
     graph, params = Graph(program.jaxpr), call.differentiated()
     lost = lost_prefixes(_path(node.site) for node in graph.nodes)
@@ -264,7 +265,7 @@ def scaled_of(
         )
     dots = [site for site in walk(program.jaxpr) if site.name in MATMULS - CONVOLUTIONS]
     total = sum(flops_of(site.equation) * site.count for site in dots)
-    others = (site for site in eight if site.name != _MATMUL)
+    others = (site for site in eight if site.name not in _DOTS)
     kept_out = frozenset(reached_path(_path(site), modules) for site in others)
     return ScaledDots(by, named, cotangents, total, kept_out)
 
