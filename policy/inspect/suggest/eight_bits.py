@@ -234,9 +234,7 @@ def scaled_of(
     program_in_8_bits = call.under(policy.replace(matmul=by), None, program.route).jaxpr
     eight = [site for site in walk(program_in_8_bits) if _multiplies_codes(site.equation)]
     runs = {
-        _key(site, reached_path(_path(site), modules), by)
-        for site in eight
-        if site.name in _DOTS
+        _key(site, reached_path(_path(site), modules), by) for site in eight if site.name in _DOTS
     }
     graph, params = Graph(program.jaxpr), call.differentiated()
     lost = lost_prefixes(_path(node.site) for node in graph.nodes)
