@@ -111,7 +111,7 @@ def test_masters_on_the_host_are_read_written_and_converted():
 
 
 def test_a_train_state_and_an_nnx_optimizer_hold_it():
-    plain, tx = transforms("remainder")
+    plain, tx = transforms("remainder", loss_scale=None)
     make = lambda tx: TrainState.create(apply_fn=optax.sgd, params=PARAMS, tx=tx)  # noqa: E731
     step = jax.jit(lambda state: state.apply_gradients(grads=GRADIENTS))
     with jax.numpy_dtype_promotion("standard"):
@@ -124,7 +124,7 @@ def test_a_train_state_and_an_nnx_optimizer_hold_it():
         gradients = nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 64)))))(model)
         optimizer.update(model, gradients)
 
-    model = nnx.Linear(64, 128, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    model = nnx.Linear(64, 128, rngs=nnx.Rngs(0), dtype_policy="bfloat16")
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     with jax.numpy_dtype_promotion("standard"):
         update(model, optimizer)
