@@ -183,7 +183,7 @@ def test_the_cache_is_in_compute_dtype_and_half_parameters_take_half_the_memory(
         model(tokens, positions, cache_length=16)
         return nnx.state(model, nnx.Cache)
 
-    for text in ("float32", "mixed_bfloat16", "bfloat16"):
+    for text in ("float32", "mixed_bfloat16", "bfloat16", "c=bf16,cache=int8"):
         model = built(weights, text)
         cache = nnx.eval_shape(cached, model)
         caches[text] = job.nbytes(cache), job.dtypes_of(cache)
@@ -192,7 +192,17 @@ def test_the_cache_is_in_compute_dtype_and_half_parameters_take_half_the_memory(
     size = 2 * CONFIG.layers * 2 * 16 * CONFIG.key_heads * CONFIG.head_width
     assert caches["float32"] == (4 * size, "float32")
     assert caches["mixed_bfloat16"] == caches["bfloat16"] == (2 * size, "bfloat16")
+    scales = 2 * size // CONFIG.head_width
+    assert caches["c=bf16,cache=int8"] == (size + scales, "bfloat16, int8")
     assert bytes_of["float32"] == bytes_of["mixed_bfloat16"] == 2 * bytes_of["bfloat16"]
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("int8", 0.02), ("float8", 0.1)])
+def test_a_cache_in_8_bits_moves_logits_by_little(weights, model, dtype, error):
+    plain = generate(model)
+    coded = generate(built(weights, f"cache={dtype}"), forced=plain.tokens)
+    found = np.abs(coded.logits - plain.logits).max() / np.abs(plain.logits).max()
+    assert 0 < found < error
 
 
 def test_the_example_compares_policies_and_plots(tiny_file, monkeypatch, tmp_path, capsys):
