@@ -82,7 +82,7 @@ def promoted(layer: Any, promote: Callable[..., Any], inputs: Array, kernel: Any
     if not promotes_as_flax(layer):
         return promote(inputs, kernel.widened(), bias)
     inputs, _, bias = promote(inputs, None, bias)
-    return inputs, kernel.astype(inputs.dtype), bias
+    return inputs, kernel, bias
 
 
 class Product:
@@ -142,7 +142,7 @@ class Product:
         if isinstance(self.kernel, QuantizedArray):
             if not is_8_bit:
                 return _of_codes(self, bilinear, before, args, options)
-            self.kernel = self.kernel.widened()
+            self.kernel = self.kernel.astype(self.inputs.dtype).widened()
         if is_8_bit and self.is_flaxs and self.operation in _IN_8_BITS:
             product = _in_8_bits(self, wide or self.inputs.dtype, before, args, options)
             if product is not None:

@@ -31,7 +31,7 @@ def bilinear_of_codes(
     accumulator_dtype: DTypeLike | None = None,
     is_whole: bool = True,
 ) -> jax.Array:
-    """Returns ``operation(x, widened weight)``.
+    """Returns ``operation(x, widened weight)``: the codes are read in the dtype of `x`.
 
     Args:
       operation: bilinear; takes `preferred_element_type` where an accumulator is asked for.
@@ -40,10 +40,10 @@ def bilinear_of_codes(
       accumulator_dtype: of the result; None leaves it to the operation.
       is_whole: whether the operation takes the array, or numbers in the shape of the codes.
     """
-    layout = weight.layout
     run = operation if accumulator_dtype is None else accumulating(operation, accumulator_dtype)
 
     def multiplied(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
+        layout = dataclasses.replace(weight.layout, dtype=jnp.dtype(x.dtype))
         widened = layout.numbers(codes, scales)
         return run(x, widened.reshape(layout.shape(codes.shape)) if is_whole else widened)
 
@@ -58,7 +58,7 @@ def dot_general(
     accumulator_dtype: DTypeLike | None = None,
     **options: Any,
 ) -> jax.Array:
-    """Computes `jax.lax.dot_general` of an array and codes, in the dtype that these are read in.
+    """Computes `jax.lax.dot_general` of an array and codes, in the dtype of the array.
 
     Args:
       lhs, rhs: a floating array and a QuantizedArray, in either order.

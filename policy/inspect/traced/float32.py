@@ -19,9 +19,16 @@ from policy.core.scope import use_policy
 from policy.programs.dtypes import F32, holds_half, is_half
 from policy.programs.jaxprs import Equation, constants_within, equations_within, opened
 from policy.programs.paths import Path
-from policy.programs.primitives import COMPARISONS, DRAWS, HOST, READS_BITS
+from policy.programs.primitives import COMPARISONS, DRAWS, HOST, READS_BITS, REMATS
 from policy.programs.reading.walk import Site, frames_of, walk, written_at
-from policy.programs.rewriting.upcast import Reference, dtype_of, keeps, module_path, widen
+from policy.programs.rewriting.upcast import (
+    Reference,
+    dtype_of,
+    dtypes_of,
+    keeps,
+    module_path,
+    widen,
+)
 
 _RANDOM = os.path.dirname(inspect.getfile(inspect.unwrap(jax.random.uniform)))
 
@@ -46,6 +53,10 @@ class _Float32Trace(jax.core.Trace):
         self.outer = outer
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
+        if primitive.name in REMATS and any(map(is_half, dtypes_of(params["jaxpr"]))):
+            program = jex_core.ClosedJaxpr(params["jaxpr"], ())
+            with jex_core.set_current_trace(self):
+                return jex_core.jaxpr_as_fun(program)(*tracers)
         with jex_core.set_current_trace(self.outer):
             if primitive.name not in HOST and primitive.name not in READS_BITS:
                 tracers = [_widened(tracer) for tracer in tracers]
