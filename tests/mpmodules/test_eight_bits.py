@@ -140,7 +140,7 @@ def test_a_layer_multiplies_three_times_in_8_bits_and_is_near_float32(text, name
     expected[cotangents, operands] += 2
     assert seen == expected
     for ours, truth in zip(*results, strict=True):
-        bound = {"mixed_float8": 0.12, MXFP8: 0.07, NVFP4: 0.25}.get(text, 0.04)
+        bound = {"mixed_float8": 0.12, MXFP8: 0.1, NVFP4: 0.35}.get(text, 0.04)
         assert error(ours, truth) < bound
 
 
