@@ -365,3 +365,51 @@ def test_a_cache_in_8_bits_is_sharded_as_its_codes_are():
     np.testing.assert_allclose(*outputs, atol=2**-5)  # two ulps of bfloat16 at 4
     exchanged = [c for c in collectives_of(step, cache, params, tokens[:, :1]) if c.size > 8 * 16]
     assert not exchanged  # no cache crosses devices: the largest is a result of a step
+
+
+# --------------------------------------------------------------------------------------------------
+# Parameters in 8 and 4 bits
+# --------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Two matmuls, whose kernels are divided along their output and their input features."""
+
+    @nn.compact
+    def __call__(self, x):
+        boxed = functools.partial(nn.with_partitioning, nn.initializers.lecun_normal())
+        x = jnp.tanh(nn.Dense(256, kernel_init=boxed((None, "data")))(x))
+        return nn.Dense(32, kernel_init=boxed(("data", None)))(x)
+
+
+@pytest.mark.parametrize("text", ["int8", "int4:32"])
+def test_quantized_params_are_divided_over_devices(text):
+    stored_in = f"params={text},compute=bfloat16,output=float32"
+    x = jnp.asarray(RNG.normal(size=(16, 64)), jnp.float32)
+    variables = Wide(dtype_policy=POLICY).init(jax.random.key(0), x)
+    stored, model = policy.quantize_params(variables, stored_in), Wide(dtype_policy=stored_in)
+    shardings = nn.get_sharding(stored, MESH)
+    divided = jax.device_put(stored, shardings)
+    codes = divided["params"]["Dense_0"]["kernel"].codes.value
+    assert codes.addressable_shards[0].data.size * DEVICES == codes.size
+    y = jax.jit(model.apply, in_shardings=(shardings, NamedSharding(MESH, SPLIT)))(divided, x)
+    expected = model.apply(stored, x)
+    np.testing.assert_allclose(y, expected, atol=2**-7 * float(jnp.abs(expected).max()))
+
+
+@pytest.mark.parametrize("text", ["int8", "int4:32"])
+def test_quantized_params_under_explicit_axes(text):
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
+    layer = nnx.Linear(256, 32, rngs=nnx.Rngs(0))
+    layer = nnx.apply_policy(layer, f"params={text},compute=bfloat16")
+    x = jnp.asarray(RNG.normal(size=(16, 256)), jnp.float32)
+    expected = layer(x)
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(x, NamedSharding(mesh, SPLIT))
+        features = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "data")))
+        assert jax.typeof(layer(rows)).sharding.spec == PartitionSpec("data", None)
+        np.testing.assert_array_equal(layer(rows), expected)
+        summed = layer(features, out_sharding=EVERYWHERE)
+    np.testing.assert_allclose(
+        np.asarray(summed, np.float32), np.asarray(expected, np.float32), atol=2**-7 * 4
+    )
