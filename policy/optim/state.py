@@ -66,7 +66,7 @@ class MixedPrecisionState(NamedTuple):
         empty `optax.MaskedNode`.
       mode: () int32, the `storage_code` of the masters. A leaf, so that it is saved and restored
         with them.
-      moment_scales: the scales of moments in 8 bits: a tree like `inner`, with an empty
+      moment_scales: the scales of moments as codes: a tree like `inner`, with an empty
         `optax.MaskedNode` for every other leaf; or one such node without such a `moment_dtype`.
 
     Example:
@@ -317,7 +317,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
 
     A leaf belongs to a param if its path ends in the param's and its shape is the param's: moments,
     masters, remainders, Kahan errors. One with more axes in front, such as a history of gradients,
-    has those on every device. The scales of 8-bit moments lie as these do, but on every device of
+    has those on every device. The scales of codes lie as the codes do, but on every device of
     the last axis where that is not sharded into whole blocks of 128. All others (counts, the loss
     scale, a factored second moment's rows and columns) are replicated. For `jax.shard_map`, the
     specs are ``jax.tree.map(lambda sharding: sharding.spec, state_shardings(tx, params))``. Under
