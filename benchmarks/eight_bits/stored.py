@@ -1,0 +1,84 @@
+"""SmolLM2-135M with parameters stored in 8 and 4 bits: bytes, and the loss of a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import policy as mp
+from benchmarks.eight_bits import published
+from benchmarks.eight_bits.report import Table
+from mpmodules import nnx
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of the table.
+
+    Attributes:
+      name: of the row.
+      policy: its text form.
+      is_as_stored: whether the model keeps the file's blocks, or starts from them widened.
+    """
+
+    name: str
+    policy: str
+    is_as_stored: bool = False
+
+
+def _in_bfloat16(params: str) -> Row:
+    return Row(f"`params={params}`", f"params={params},compute=bfloat16,output=float32")
+
+
+ROWS = (
+    Row("float32", "float32"),
+    Row("as published, computed in float32", "float32", is_as_stored=True),
+    Row("mixed_bfloat16", "mixed_bfloat16"),
+    Row("as published", "mixed_bfloat16", is_as_stored=True),
+    *map(_in_bfloat16, ("bfloat16", "int8", "float8", "uint4:32", "int4:32", "nf4")),
+)
+
+
+@nnx.jit
+def _losses(model: Any, tokens: jax.Array) -> jax.Array:
+    """The loss (B,) of each window of (B, T) tokens but the first ones, in nats a token."""
+    given = tokens[:, :-1]
+    logits = model(given, jnp.broadcast_to(jnp.arange(given.shape[1]), given.shape))
+    wide, labels = logits.astype(jnp.float32), tokens[:, 1:]
+    return optax.softmax_cross_entropy_with_integer_labels(wide, labels).mean(-1)
+
+
+def smollm2() -> Table:
+    """Takes the loss of a text with the parameters of each row."""
+    from examples import smollm2_generate as job
+
+    reader = job.gguf.GGUFReader(job.find_weights())
+    config, tokenizer = job.config_of(reader), job.tokenizer_of(reader)
+    text = published._smollm2_text(tokenizer)
+    widened, blocks = job.weights_of(reader, config), job.stored_of(reader, config)
+    losses: dict[str, np.ndarray] = {}
+    sizes: dict[str, int] = {}
+    for row in ROWS:
+        weights = blocks if row.is_as_stored else widened
+        model = job.build(config, weights, mp.get_policy(row.policy), mp.PolicyRules([]))
+        losses[row.name] = np.concatenate([_losses(model, jnp.asarray(part)) for part in text])
+        sizes[row.name] = job.nbytes(nnx.state(model))
+        print(f"{row.name}: {losses[row.name].mean():.4f}", file=sys.stderr, flush=True)
+    return table(losses, sizes)
+
+
+def table(losses: dict[str, np.ndarray], sizes: dict[str, int]) -> Table:
+    """Returns the table of losses by window, each beside the first row's, and of bytes."""
+    base, rows = next(iter(losses.values())), []
+    for name, own in losses.items():
+        apart = own - base
+        noise = apart.std(ddof=1) / np.sqrt(len(apart))
+        beside = f"{apart.mean():+.4f} ± {noise:.4f}" if apart.any() else ""
+        rows.append((name, f"{sizes[name] / 1e6:.1f}", f"{own.mean():.4f}", beside))
+    return Table(("SmolLM2-135M", "params, MB", "loss", "beside float32"), tuple(rows))
