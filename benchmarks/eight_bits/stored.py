@@ -54,23 +54,25 @@ def _losses(model: Any, tokens: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(wide, labels).mean(-1)
 
 
-def smollm2() -> Table:
-    """Takes the loss of a text with the parameters of each row."""
+def measured(row: Row) -> tuple[np.ndarray, int]:
+    """Returns a row's losses by window of the text, and the bytes of its parameters."""
     from examples import smollm2_generate as job
 
     reader = job.gguf.GGUFReader(job.find_weights())
-    config, tokenizer = job.config_of(reader), job.tokenizer_of(reader)
-    text = published._smollm2_text(tokenizer)
-    widened, blocks = job.weights_of(reader, config), job.stored_of(reader, config)
-    losses: dict[str, np.ndarray] = {}
-    sizes: dict[str, int] = {}
-    for row in ROWS:
-        weights = blocks if row.is_as_stored else widened
-        model = job.build(config, weights, mp.get_policy(row.policy), mp.PolicyRules([]))
-        losses[row.name] = np.concatenate([_losses(model, jnp.asarray(part)) for part in text])
-        sizes[row.name] = job.nbytes(nnx.state(model))
-        print(f"{row.name}: {losses[row.name].mean():.4f}", file=sys.stderr, flush=True)
-    return table(losses, sizes)
+    config = job.config_of(reader)
+    weights = (job.stored_of if row.is_as_stored else job.weights_of)(reader, config)
+    model = job.build(config, weights, mp.get_policy(row.policy), mp.PolicyRules([]))
+    text = published._smollm2_text(job.tokenizer_of(reader))
+    losses = np.concatenate([_losses(model, jnp.asarray(part)) for part in text])
+    print(f"{row.name}: {losses.mean():.4f}", file=sys.stderr, flush=True)
+    return losses, job.nbytes(nnx.state(model))
+
+
+def smollm2() -> Table:
+    """Takes the loss of a text with the parameters of each row."""
+    found = {row.name: measured(row) for row in ROWS}
+    losses = {name: own for name, (own, _) in found.items()}
+    return table(losses, {name: size for name, (_, size) in found.items()})
 
 
 def table(losses: dict[str, np.ndarray], sizes: dict[str, int]) -> Table:
