@@ -25,15 +25,21 @@ class Row:
       name: of the row.
       policy: its text form.
       is_as_stored: whether the model keeps the file's blocks, or starts from them widened.
+      rules: texts of rules.
     """
 
     name: str
     policy: str
     is_as_stored: bool = False
+    rules: tuple[str, ...] = ()
 
 
-def _in_bfloat16(params: str) -> Row:
-    return Row(f"`params={params}`", f"params={params},compute=bfloat16,output=float32")
+def _text(params: str) -> str:
+    return f"params={params},compute=bfloat16,output=float32"
+
+
+def _with_table_in_8_bits(params: str) -> Row:
+    return Row(f"`{params}`, the table in `int8`", _text(params), rules=(f"embed={_text('int8')}",))
 
 
 ROWS = (
@@ -41,7 +47,11 @@ ROWS = (
     Row("as published, computed in float32", "float32", is_as_stored=True),
     Row("mixed_bfloat16", "mixed_bfloat16"),
     Row("as published", "mixed_bfloat16", is_as_stored=True),
-    *map(_in_bfloat16, ("bfloat16", "int8", "float8", "uint4:32", "int4:32", "nf4")),
+    *(
+        Row(f"`params={params}`", _text(params))
+        for params in ("bfloat16", "int8", "float8", "uint4:32", "int4:32", "nf4")
+    ),
+    *map(_with_table_in_8_bits, ("uint4:32", "int4:32", "nf4")),
 )
 
 
@@ -61,7 +71,8 @@ def measured(row: Row) -> tuple[np.ndarray, int]:
     reader = job.gguf.GGUFReader(job.find_weights())
     config = job.config_of(reader)
     weights = (job.stored_of if row.is_as_stored else job.weights_of)(reader, config)
-    model = job.build(config, weights, mp.get_policy(row.policy), mp.PolicyRules([]))
+    rules = mp.PolicyRules.from_texts(row.rules)
+    model = job.build(config, weights, mp.get_policy(row.policy), rules)
     text = published._smollm2_text(job.tokenizer_of(reader))
     losses = np.concatenate([_losses(model, jnp.asarray(part)) for part in text])
     print(f"{row.name}: {losses.mean():.4f}", file=sys.stderr, flush=True)
