@@ -130,7 +130,9 @@ def written(cache: nnx.Cache, new: jax.Array, positions: jax.Array) -> jax.Array
     """The cache (B, S, K, H) with `new` (B, T, K, H) put at `positions` (B, T)."""
     rows = jnp.arange(len(new))[:, None]
     held = jax.tree.map(
-        lambda held, x: held.at[rows, positions].set(x), cache.get_value(), mp.quantize_cache(new)
+        lambda held, x: held.at[rows, positions].set(x.astype(held.dtype)),
+        cache.get_value(),
+        mp.quantize_cache(new),
     )
     cache.set_value(held)
     return held if isinstance(held, mp.Quantised) else held.astype(new.dtype)

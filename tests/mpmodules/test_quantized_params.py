@@ -15,7 +15,7 @@ import pytest
 import policy
 from mpmodules import linen, nnx
 
-FORMATS = ("int8", "int4:32", "nf4:32")
+FORMATS = ("int8", "int4:32", "uint4:32", "nf4:32")
 KEY = jax.random.key(0)
 
 
