@@ -21,7 +21,7 @@ from policy.core.arrays import alike_varying
 from policy.core.dtypes import BlockFormat, backend
 from policy.eight_bits.quantisation import Quantised, largest_magnitude, rescaled, rounded_up
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+BlockAxes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Axes of an array: of the batch, of rows, and contracted ones. Each axis is in one of them."""
 
 _MATMUL: Any = (((2,), (2,)), ((0,), (0,)))
@@ -29,7 +29,9 @@ _E8M0 = "float8_e8m0fnu"
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def quantise_in_blocks(x: Array, layout: Layout, dtype: np.dtype, blocks: BlockFormat) -> Quantised:
+def quantise_in_blocks(
+    x: Array, layout: BlockAxes, dtype: np.dtype, blocks: BlockFormat
+) -> Quantised:
     """Returns an array as codes (batch, rows, contracted), and scales (batch, rows, blocks).
 
     Contracted axes are one, in their order, with zeros at its end to a whole number of blocks.
@@ -65,7 +67,7 @@ def quantise_in_blocks(x: Array, layout: Layout, dtype: np.dtype, blocks: BlockF
     return Quantised(codes, scale, of_array)
 
 
-def rounded_in_blocks(x: Array, layout: Layout, dtype: np.dtype, blocks: BlockFormat) -> Array:
+def rounded_in_blocks(x: Array, layout: BlockAxes, dtype: np.dtype, blocks: BlockFormat) -> Array:
     """Returns the float32 numbers of `quantise_in_blocks`, in the shape of `x`."""
     found, order = quantise_in_blocks(x, layout, dtype, blocks), sum(layout, ())
     codes = jnp.reshape(found.codes.astype(jnp.float32), (*found.scale.shape, -1))

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from policy.core.arrays import alike_varying
 from policy.core.dtypes import ScaledMatmul
-from policy.eight_bits.blocks import Layout, multiply_blocks, quantise_in_blocks
+from policy.eight_bits.blocks import BlockAxes, multiply_blocks, quantise_in_blocks
 from policy.eight_bits.quantisation import (
     Quantised,
     ScaledOperation,
@@ -127,15 +127,15 @@ class _BlockMatmul(_Matmul):
 
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
 
-    def layout(self, side: int) -> Layout:
+    def layout(self, side: int) -> BlockAxes:
         """Returns the axes of an operand, forward."""
         return self.batch[side], self.free[side], self.contracted[side]
 
-    def saved_layout(self, side: int) -> Layout:
+    def saved_layout(self, side: int) -> BlockAxes:
         """Returns the axes of an operand in the other one's gradient."""
         return self.batch[side], tuple(sorted(self.contracted[side])), self.free[side]
 
-    def coded(self, x: Array, layout: Layout) -> Quantised:
+    def coded(self, x: Array, layout: BlockAxes) -> Quantised:
         return shared(quantise_in_blocks, x, layout, self.by.operands, self.by.blocks)
 
     def of_codes(self, lhs: Quantised, rhs: Quantised) -> Array:

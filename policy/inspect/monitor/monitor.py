@@ -22,7 +22,7 @@ from policy.inspect.monitor.observing import observed
 from policy.inspect.monitor.snapshot import Kind, Snapshot
 from policy.inspect.monitor.step import TrainStep
 from policy.inspect.monitor.step_log import StepLog
-from policy.inspect.monitor.two_programs import all_finite, chosen_by_host, kept_unless_finite
+from policy.inspect.monitor.two_programs import all_pass, chosen_by_host, kept_unless_finite
 
 
 def monitor(
@@ -176,7 +176,7 @@ def _run(
 
     parts = traced.parts(on_nonfinite)
     flags, between = parts.begin(arrays)
-    is_finite = all_finite(flags)
+    is_finite = all_pass(flags)
     is_taken = (number % every == 0) | ~is_finite
     numbers = lax.cond(is_taken, taken, lambda _: jnp.zeros(count, dtype), arrays)
     arrays, numbers = lax.optimization_barrier((arrays, numbers))

@@ -48,7 +48,7 @@ def kept_unless_finite(fn: Callable[..., Any], params: ParamsArgument = None) ->
         traced = TrainStep.of(fn, args, kwargs, params)
         arrays, carried = traced.arrays, traced.carried
         results = jex_core.jaxpr_as_fun(traced.jaxpr)(*arrays)
-        is_finite = all_finite([results[i] for i in traced.flags])
+        is_finite = all_pass([results[i] for i in traced.flags])
         for i, output in carried.items():
             results[output] = jnp.where(is_finite, results[output], arrays[i])
         leaves = list(itertools.compress(itertools.count(), traced.call.arguments.is_array))
@@ -58,7 +58,7 @@ def kept_unless_finite(fn: Callable[..., Any], params: ParamsArgument = None) ->
     return step
 
 
-def all_finite(flags: list[jax.Array]) -> jax.Array:
+def all_pass(flags: list[jax.Array]) -> jax.Array:
     """Returns whether some floating scalars are finite, and some bools are true, () bool."""
     each = [flag if flag.dtype == bool else jnp.isfinite(flag) for flag in flags]
     return functools.reduce(jnp.logical_and, each, jnp.array(True))
