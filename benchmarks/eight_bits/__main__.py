@@ -35,7 +35,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "smollm2_params": stored.smollm2,
     "minilm": published.minilm,
 }
-ON_PAGE = ("errors", "language_model", "smollm2", *PAGES)
+ON_PAGE = ("errors", "language_model", "smollm2", *PAGES, "smollm2_cache")
 QUICK: dict[str, Callable[[], Table]] = {
     "errors": errors.table,
     "language_model": functools.partial(characters.table, quick=True),
