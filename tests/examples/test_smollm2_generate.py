@@ -299,8 +299,8 @@ def test_the_real_model_gives_the_reference_logits_and_the_capital_of_france(rea
     assert full == 4 * 134_515_008 and job.nbytes(nnx.state(half, nnx.Param)) * 2 == full
 
 
-@pytest.mark.parametrize("text", ["float32", "mixed_bfloat16"])
-def test_the_real_blocks_give_the_tokens_of_the_widened_model(real, text):
+@pytest.mark.parametrize(("text", "tolerance"), [("float32", 2e-4), ("mixed_bfloat16", 0.25)])
+def test_the_real_blocks_give_the_tokens_of_the_widened_model(real, text, tolerance):
     config, tokenizer = job.config_of(real), job.tokenizer_of(real)
     stored, weights = job.stored_of(real, config), job.weights_of(real, config)
     if text == "float32":
@@ -311,4 +311,5 @@ def test_the_real_blocks_give_the_tokens_of_the_widened_model(real, text):
         for each in (weights, stored)
     ]
     np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
-    np.testing.assert_allclose(found[0].logits, found[1].logits, rtol=0, atol=2e-4)
+    # matmuls by block add in another order; bfloat16 has steps of 0.25 where logits end, at 42
+    np.testing.assert_allclose(found[0].logits, found[1].logits, rtol=0, atol=tolerance)
