@@ -1,6 +1,6 @@
 """Decode steps with caches of keys and values in 8 bits beside bfloat16.
 
-    python -m benchmarks.accel.cache             # v5e: a minute
+    python -m benchmarks.accel.cache             # v5e: two minutes
     python -m benchmarks.accel.cache --on v6e    # another chip
     python -m benchmarks.accel.cache --small     # the smallest cache
     python -m benchmarks.accel.cache --check     # exits with 1 where a ratio misses its bound
@@ -36,7 +36,7 @@ CACHES = {  # batch, length, key heads, head width
     "1 x 8192, 8 heads of 128": (1, 8192, 8, 128),
     "8 x 8192, 8 heads of 64": (8, 8192, 8, 64),
 }
-BOUND = 0.65  # of bfloat16's cycles, where the cache is most of the bytes
+BOUND = 0.70  # of bfloat16's cycles, where the cache is most of the bytes
 
 
 def figures(target: Target, policy: str, cache: tuple[int, ...]) -> Figures:
