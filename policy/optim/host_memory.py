@@ -18,11 +18,11 @@ T = TypeVar("T")
 def lies_on_host(leaf: Any) -> bool:
     """Returns whether a leaf of a state lies in the host's memory, where the state does.
 
-    Counts, flags and the loss scale stay on the device, where the next step reads them. So do codes
-    of 4 bits: XLA:TPU has no copies of them (libtpu 0.0.42).
+    Counts, flags and the loss scale stay on the device, where the next step reads them. So do
+    arrays of 8 or fewer bits an element: XLA:TPU compiles no copies of them (libtpu 0.0.42).
     """
     is_extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    return jnp.ndim(leaf) > 0 and not is_extended and leaf.dtype != jnp.int4
+    return jnp.ndim(leaf) > 0 and not is_extended and leaf.dtype.itemsize > 1
 
 
 def is_on_host(tree: Any) -> bool:

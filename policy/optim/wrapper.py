@@ -92,7 +92,7 @@ def mixed_precision(
         XLA:CPU's count.
       state_memory_kind: "pinned_host" stores the moments, their scales and the masters in the
         host's memory; each step copies them to the device and back. Scalars and
-        codes of 4 bits stay on the device.
+        arrays of 8 or fewer bits an element stay on the device.
         Give `state_shardings(tx, params)` as the step's and init's `out_shardings`.
 
     Returns:

@@ -214,7 +214,7 @@ def test_a_sharded_state_on_the_host_trains_as_on_the_devices(in_parts):
     params, shardings = fully_sharded(jnp.bfloat16)
     ends = []
     for kind in (None, "pinned_host"):
-        tx = wrapped(optax.adam(1e-2), "bfloat16", "remainder8", state_memory_kind=kind)
+        tx = wrapped(optax.adam(1e-2), "bfloat16", "remainder", state_memory_kind=kind)
         places = state_shardings(tx, params)
         state = jax.jit(tx.init, out_shardings=places)(params)
         one = lambda p, s, g, tx=tx: stepped(tx, p, s, g)  # noqa: E731

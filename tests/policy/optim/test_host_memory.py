@@ -35,7 +35,7 @@ def transforms(mode: str = "remainder8", moments: str = "int4", **options: Any) 
 
 def kinds(tree: Any) -> Any:
     return {
-        (leaf.ndim > 0 and leaf.dtype != jnp.int4, leaf.sharding.memory_kind)
+        (leaf.ndim > 0 and leaf.dtype.itemsize > 1, leaf.sharding.memory_kind)
         for leaf in jax.tree.leaves(tree)
     }
 
