@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from policy.core.arrays import alike_varying
-from policy.core.dtypes import ScaledMatmul
+from policy.core.dtypes import INT8, ScaledMatmul
 from policy.eight_bits.quantisation import (
     Quantised,
     ScaledOperation,
@@ -99,6 +99,8 @@ class _Ragged(ScaledOperation):
     ) -> Array:
         """Returns the float32 product of codes and codes, of a gradient or result of `dtype`."""
         accumulation = self.accumulation(lhs.dtype, dtype)
+        if lhs.dtype == INT8:  # exact, and the kernel of TPUs has it at the default precision alone
+            accumulation["precision"] = None
         product = lax.ragged_dot_general(lhs, rhs, self.sizes, numbers, **accumulation)
         return product.astype(jnp.float32)
 
