@@ -92,8 +92,8 @@ def _looked_up(codes: jax.Array, table: tuple[float, ...], dtype: DTypeLike) -> 
         return _selected([np.float32(number) for number in table], is_set)
     # A word of 32 bits has two neighbours of the table; the upper half is a float32 number.
     halves = np.asarray(table, jnp.bfloat16).view(np.uint16).astype(np.uint32)
-    word = _selected(list((halves[::2] | halves[1::2] << 16).view(np.int32)), is_set[1:])
-    upper = jnp.where(is_set[0], word, word << 16) & np.int32(-(1 << 16))
+    word = _selected(list((halves[::2] << 16 | halves[1::2]).view(np.int32)), is_set[1:])
+    upper = (word << ((bits & 1) << 4)) & np.int32(-(1 << 16))
     return lax.bitcast_convert_type(upper, jnp.float32)
 
 
