@@ -50,7 +50,8 @@ EIGHT, FOUR = {"cycles": 0.65, "bytes": 0.65}, {"cycles": 0.45, "bytes": 0.45}
 # The lookup of nf4 binds its cycles.
 FORMATS = {
     **dict.fromkeys(("int8", "int8:32", "float8"), EIGHT),
-    **{"int4:32": FOUR, "nf4": {"cycles": 0.5, "bytes": 0.45}},
+    "int4:32": FOUR,
+    "nf4": {"cycles": 0.5, "bytes": 0.45},
 }
 BYTES = 0.5 + 2 / 64  # of a code in nf4 and its part of a scale
 BFLOAT16 = "params=bfloat16,compute=bfloat16,output=bfloat16"
