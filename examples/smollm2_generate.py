@@ -126,7 +126,7 @@ def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
     )
 
 
-def written(cache: nnx.Cache, new: jax.Array, positions: jax.Array) -> jax.Array | mp.Quantised:
+def written(cache: nnx.Cache, new: jax.Array, positions: jax.Array) -> jax.Array | mp.ScaledCodes:
     """The cache (B, S, K, H) with `new` (B, T, K, H) put at `positions` (B, T)."""
     rows = jnp.arange(len(new))[:, None]
     held = jax.tree.map(
@@ -135,7 +135,7 @@ def written(cache: nnx.Cache, new: jax.Array, positions: jax.Array) -> jax.Array
         mp.quantize_cache(new),
     )
     cache.set_value(held)
-    return held if isinstance(held, mp.Quantised) else held.astype(new.dtype)
+    return held if isinstance(held, mp.ScaledCodes) else held.astype(new.dtype)
 
 
 class Attention(nnx.Module):

@@ -12,12 +12,12 @@ import numpy as np
 
 from policy.core.dtypes import INT8
 from policy.eight_bits import quantisation
-from policy.eight_bits.quantisation import Quantised
+from policy.eight_bits.quantisation import ScaledCodes
 
 
 def quantise(
     x: jax.Array, axes: Sequence[int], dtype: np.dtype, scaling: Literal["row", "tensor"] = "row"
-) -> Quantised:
+) -> ScaledCodes:
     """Acts as `policy.eight_bits.quantisation.quantise` where every scale is 1."""
     shared = tuple(range(x.ndim)) if scaling == "tensor" else tuple(axes)
     wide = x.astype(jnp.float32)
@@ -27,7 +27,7 @@ def quantise(
         limit = float(jnp.finfo(dtype).max)
         codes = jnp.clip(wide, -limit, limit)
     shape = [1 if axis in shared else size for axis, size in enumerate(x.shape)]
-    return Quantised(codes.astype(dtype), jnp.ones(shape, jnp.float32))
+    return ScaledCodes(codes.astype(dtype), jnp.ones(shape, jnp.float32))
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from mpmodules.functions import attention
 from mpmodules.functions.fused_attention import fused_kernel
 from policy.core.arrays import cast_array
 from policy.core.scope import current_policy, current_scope, enter
-from policy.eight_bits.quantisation import Quantised
+from policy.eight_bits.quantisation import ScaledCodes
 from policy.programs import marks
 
 Array = jax.Array
@@ -83,16 +83,16 @@ def fused_in_own_code(
 
 
 def codes_and_scales(
-    query: Array, key: Array | Quantised, value: Array | Quantised | None = None
+    query: Array, key: Array | ScaledCodes, value: Array | ScaledCodes | None = None
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Returns keys and values that may be in 8 bits as arrays, codes in the dtype of the queries,
     and the scales among the options of an `AttentionCall`.
     """
     arrays, scales = [], {}
     for name, x in (("key_scale", key), ("value_scale", value)):
-        if isinstance(x, Quantised):
+        if isinstance(x, ScaledCodes):
             scales[name] = x.scale
-        arrays.append(x.codes.astype(query.dtype) if isinstance(x, Quantised) else x)
+        arrays.append(x.codes.astype(query.dtype) if isinstance(x, ScaledCodes) else x)
     return *arrays, scales
 
 

@@ -20,10 +20,10 @@ from jax.typing import DTypeLike
 
 from policy.core.policy import Policy
 from policy.eight_bits.caches import quantize_cache
-from policy.eight_bits.quantisation import Quantised
+from policy.eight_bits.quantisation import ScaledCodes
 
 Array = jax.Array
-Held = Array | Quantised
+Held = Array | ScaledCodes
 
 _KEY, _VALUE, _INDEX = "cached_key", "cached_value", "cache_index"
 _SCALE = "_scale"
@@ -109,7 +109,8 @@ def decoding(
       attention_fn: the layer's, which computes the attention.
       variables: of the cache.
       dtype: of the cache.
-      takes_codes: whether `attention_fn` takes `Quantised` keys and values; else they are widened.
+      takes_codes: whether `attention_fn` takes `ScaledCodes` keys and values; else it gets
+        widened ones.
     """
 
     @functools.wraps(attention_fn)
@@ -128,7 +129,7 @@ def decoding(
             kwargs["mask"] = flax_nn.combine_masks(kwargs["mask"], written, dtype=jnp.bool_)
         if "is_causal" in kwargs:  # the mask has it: the query is the last position written
             kwargs["is_causal"] = False
-        if not (takes_codes and isinstance(held[0], Quantised)):
+        if not (takes_codes and isinstance(held[0], ScaledCodes)):
             held = [_widened(x, query.dtype) for x in held]
         return attention_fn(query, *held, *args, **kwargs)
 
@@ -145,7 +146,7 @@ def _put(variables: Variables, name: str, x: Array, index: Array, dtype: np.dtyp
             f"{x.shape}."
         )
     if dtype.itemsize == 1:
-        held = Quantised(held, variables.read(name + _SCALE))
+        held = ScaledCodes(held, variables.read(name + _SCALE))
 
     def put(held: Array, new: Array) -> Array:  # float32 may stand for half precision
         return lax.dynamic_update_slice_in_dim(held, new.astype(held.dtype), index, axis=-3)
@@ -156,12 +157,12 @@ def _put(variables: Variables, name: str, x: Array, index: Array, dtype: np.dtyp
 
 
 def _write(variables: Variables, name: str, held: Held) -> None:
-    variables.write(name, held.codes if isinstance(held, Quantised) else held)
-    if isinstance(held, Quantised):
+    variables.write(name, held.codes if isinstance(held, ScaledCodes) else held)
+    if isinstance(held, ScaledCodes):
         variables.write(name + _SCALE, held.scale)
 
 
 def _widened(held: Held, dtype: DTypeLike) -> Array:
-    if not isinstance(held, Quantised):
+    if not isinstance(held, ScaledCodes):
         return held.astype(dtype)
     return (held.codes.astype(jnp.float32) * held.scale.astype(jnp.float32)).astype(dtype)

@@ -25,7 +25,8 @@ class _Kind:
 
     Attributes:
       dtype: that they are stored in; two of 4 bits take one byte.
-      largest: the number that the largest magnitude of a block is scaled to.
+      largest: the number that the largest magnitude of a block is scaled to. Of int4 it is the
+        lowest code, and the scale has the sign that takes the number there, as in llama.cpp's Q4_0.
       table: the numbers that the codes stand for; None of codes that are numbers themselves.
       block: the default number of codes with one scale, or None for all along the axis.
       has_minimum: whether a block has its minimum beside its scale, which codes are counted from.
@@ -41,7 +42,7 @@ class _Kind:
 CODES = {
     "int8": _Kind(jnp.int8, 127),
     "float8": _Kind(jnp.float8_e4m3fn, 448),
-    "int4": _Kind(jnp.int4, 7, block=32),
+    "int4": _Kind(jnp.int4, -8, block=32),
     "uint4": _Kind(jnp.uint4, 15, block=32, has_minimum=True),
     "nf4": _Kind(jnp.uint4, 1, table=NF4, block=64),
 }

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from policy.core.arrays import alike_varying
 from policy.core.dtypes import BlockFormat, backend
-from policy.eight_bits.quantisation import Quantised, largest_magnitude, rescaled, rounded_up
+from policy.eight_bits.quantisation import ScaledCodes, largest_magnitude, rescaled, rounded_up
 
 BlockAxes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Axes of an array: of the batch, of rows, and contracted ones. Each axis is in one of them."""
@@ -31,7 +31,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 def quantise_in_blocks(
     x: Array, layout: BlockAxes, dtype: np.dtype, blocks: BlockFormat
-) -> Quantised:
+) -> ScaledCodes:
     """Returns an array as codes (batch, rows, contracted), and scales (batch, rows, blocks).
 
     Contracted axes are one, in their order, with zeros at its end to a whole number of blocks.
@@ -64,7 +64,7 @@ def quantise_in_blocks(
     codes = jnp.reshape(codes, (*shape[:2], -1))
     # Without it XLA takes the casts out where it widens the codes again.
     codes, scale = map(lax.optimization_barrier, (codes, lax.squeeze(scale, (3,))))
-    return Quantised(codes, scale, of_array)
+    return ScaledCodes(codes, scale, of_array)
 
 
 def rounded_in_blocks(x: Array, layout: BlockAxes, dtype: np.dtype, blocks: BlockFormat) -> Array:
@@ -109,7 +109,7 @@ def _rounded(x: Array, dtype: np.dtype) -> Array:
     return jnp.round(x / step) * step
 
 
-def multiply_blocks(lhs: Quantised, rhs: Quantised, dtype: DTypeLike) -> Array:
+def multiply_blocks(lhs: ScaledCodes, rhs: ScaledCodes, dtype: DTypeLike) -> Array:
     """Returns the float32 product (batch, rows of the left, rows of the right) of two operands.
 
     On GPUs it is cuDNN's where that has it: XLA of jax 0.10.2 compiles `lax.scaled_dot` for several

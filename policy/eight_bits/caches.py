@@ -9,11 +9,11 @@ from jax.typing import DTypeLike
 
 from policy.core.dtypes import cache_dtype_of
 from policy.core.scope import current_policy
-from policy.eight_bits.quantisation import Quantised, quantise
+from policy.eight_bits.quantisation import ScaledCodes, quantise
 from policy.programs import marks
 
 
-def quantize_cache(x: Array, dtype: DTypeLike | None = None) -> Array | Quantised:
+def quantize_cache(x: Array, dtype: DTypeLike | None = None) -> Array | ScaledCodes:
     """Returns keys or values as a cache stores them.
 
     The scale of an 8-bit cache is the largest magnitude of a head at a position divided by 127, and
@@ -36,7 +36,7 @@ def quantize_cache(x: Array, dtype: DTypeLike | None = None) -> Array | Quantise
         force, else its compute_dtype, and without a policy the dtype of `x`.
 
     Returns:
-      A `Quantised` with codes of the shape of `x` and bfloat16 scales (..., 1) in 8 bits, else an
+      A `ScaledCodes` with codes of the shape of `x` and bfloat16 scales (..., 1) in 8 bits, else an
       array. The attention functions of `mpmodules` take both as keys and values. In 8 bits there is
       no derivative: taking one raises a NotImplementedError.
 

@@ -65,12 +65,12 @@ def warn_if_emulated(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Quantised:
+class ScaledCodes:
     """An array as codes of 8 or 4 bits times a scale.
 
     >>> import jax.numpy as jnp
     >>> import policy
-    >>> policy.Quantised(jnp.array([[127, -50]], jnp.int8), jnp.array([[0.02]])).shape
+    >>> policy.ScaledCodes(jnp.array([[127, -50]], jnp.int8), jnp.array([[0.02]])).shape
     (1, 2)
 
     Attributes:
@@ -97,7 +97,7 @@ def quantise(
     dtype: np.dtype,
     scaling: Scaling = "row",
     scale_dtype: DTypeLike = jnp.float32,
-) -> Quantised:
+) -> ScaledCodes:
     """Returns an array in 8 bits.
 
     The scale is at least 2**-126, a power of two for float8, so that scaling is exact, and the
@@ -124,7 +124,7 @@ def quantise_by(
     dtype: np.dtype,
     beside: Callable[[Array], Array] = lambda scale: scale,
     scale_dtype: DTypeLike = jnp.float32,
-) -> Quantised:
+) -> ScaledCodes:
     """Returns a float32 array in 8 bits, as `quantise`.
 
     Args:
@@ -143,7 +143,7 @@ def quantise_by(
         scale = jnp.maximum(rounded_up(largest / limit, 23), _SMALLEST_SCALE)
         codes = jnp.clip(wide / beside(scale), -limit, limit)
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
-    return Quantised(codes.astype(dtype), scale.astype(scale_dtype))
+    return ScaledCodes(codes.astype(dtype), scale.astype(scale_dtype))
 
 
 def shared_operands() -> contextlib.AbstractContextManager[None]:
@@ -154,7 +154,7 @@ def shared_operands() -> contextlib.AbstractContextManager[None]:
     return during(shared_operands={})
 
 
-def quantise_for(x: Array, contracted: tuple[int, ...], by: ScaledMatmul) -> Quantised:
+def quantise_for(x: Array, contracted: tuple[int, ...], by: ScaledMatmul) -> ScaledCodes:
     """Returns an operand in 8 bits, as a constant of differentiation.
 
     Inside `shared_operands`, operations on the same operand share it.
@@ -162,7 +162,7 @@ def quantise_for(x: Array, contracted: tuple[int, ...], by: ScaledMatmul) -> Qua
     return shared(quantise, x, contracted, by.operands, by.scaling)
 
 
-def shared(make: Callable[..., Quantised], x: Array, *how: Any) -> Quantised:
+def shared(make: Callable[..., ScaledCodes], x: Array, *how: Any) -> ScaledCodes:
     """Returns ``make(x, *how)`` as a constant of differentiation, once inside `shared_operands`."""
     known: dict[Any, Any] | None = thread.shared_operands
     key = (id(x), make, *how)
@@ -225,14 +225,14 @@ class ScaledOperation:
         del arrays
         return self
 
-    def of_codes(self, lhs: Quantised, rhs: Quantised) -> Array:
+    def of_codes(self, lhs: ScaledCodes, rhs: ScaledCodes) -> Array:
         """Returns the float32 result of two operands."""
         product = self.product(lhs.codes, rhs.codes)
         scales = [self.beside_result(x.scale, side) for side, x in enumerate((lhs, rhs))]
         return rescaled(product, *scales)
 
     def gradient_of_codes(
-        self, side: int, cotangent: Array, other: Quantised, dtype: DTypeLike
+        self, side: int, cotangent: Array, other: ScaledCodes, dtype: DTypeLike
     ) -> Array:
         """Returns the gradient of an operand, to be rounded to `dtype`, from the other one.
 
@@ -253,7 +253,7 @@ class ScaledOperation:
         """Returns the axes of the result that the gradient of an operand sums over."""
         raise NotImplementedError
 
-    def quantised(self, side: int, cotangent: Array) -> Quantised:
+    def quantised(self, side: int, cotangent: Array) -> ScaledCodes:
         """Returns a float32 cotangent as the gradient of an operand multiplies it."""
         return quantise(cotangent, self.summed_for(side), self.gradients, self.by.scaling)
 
@@ -300,7 +300,7 @@ _NO_FORWARD_MODE = (
 )
 
 
-_Pair = tuple[Quantised, Quantised]
+_Pair = tuple[ScaledCodes, ScaledCodes]
 
 
 def in_8_bits(

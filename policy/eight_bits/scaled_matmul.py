@@ -18,7 +18,7 @@ from policy.core.arrays import alike_varying
 from policy.core.dtypes import ScaledMatmul
 from policy.eight_bits.blocks import BlockAxes, multiply_blocks, quantise_in_blocks
 from policy.eight_bits.quantisation import (
-    Quantised,
+    ScaledCodes,
     ScaledOperation,
     in_8_bits,
     quantise_for,
@@ -135,17 +135,17 @@ class _BlockMatmul(_Matmul):
         """Returns the axes of an operand in the other one's gradient."""
         return self.batch[side], tuple(sorted(self.contracted[side])), self.free[side]
 
-    def coded(self, x: Array, layout: BlockAxes) -> Quantised:
+    def coded(self, x: Array, layout: BlockAxes) -> ScaledCodes:
         return shared(quantise_in_blocks, x, layout, self.by.operands, self.by.blocks)
 
-    def of_codes(self, lhs: Quantised, rhs: Quantised) -> Array:
+    def of_codes(self, lhs: ScaledCodes, rhs: ScaledCodes) -> Array:
         left, right = self.shapes
         kept = [left[axis] for axis in (*self.batch[0], *self.free[0])]
         product = multiply_blocks(lhs, rhs, self.dtype)
         return jnp.reshape(product, (*kept, *(right[axis] for axis in self.free[1])))
 
     def gradient_of_codes(
-        self, side: int, cotangent: Array, other: Quantised, dtype: DTypeLike
+        self, side: int, cotangent: Array, other: ScaledCodes, dtype: DTypeLike
     ) -> Array:
         batch, other_side = tuple(range(len(self.batch[0]))), 1 - side
         layout = batch, self._of_result(side), self._of_result(other_side)

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from policy.core.arrays import alike_varying
 from policy.core.dtypes import INT8, ScaledMatmul
 from policy.eight_bits.quantisation import (
-    Quantised,
+    ScaledCodes,
     ScaledOperation,
     in_8_bits,
     largest_magnitude,
@@ -70,7 +70,7 @@ class _Ragged(ScaledOperation):
     def summed_for(self, side: int) -> tuple[int, ...]:
         return (1 - side,)
 
-    def quantised(self, side: int, cotangent: Array) -> Quantised:
+    def quantised(self, side: int, cotangent: Array) -> ScaledCodes:
         cotangent = self._masked(cotangent)
         if side == 0:
             return super().quantised(side, cotangent)
@@ -79,7 +79,7 @@ class _Ragged(ScaledOperation):
         else:
             largest = largest_magnitude(cotangent, self._largest_of_experts)
             coded = quantise_by(cotangent, largest, self.gradients, self._of_rows)
-        return Quantised(coded.codes, lax.expand_dims(coded.scale, (1,)))
+        return ScaledCodes(coded.codes, lax.expand_dims(coded.scale, (1,)))
 
     def gradient(
         self, side: int, cotangent: Array, other: Array, scale: Array | None, dtype: DTypeLike

@@ -255,6 +255,11 @@ def opened(jaxpr: Any) -> tuple[OpenJaxpr, list[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), consts
 
 
+def closed(jaxpr: Any) -> Any:
+    """Returns an open jaxpr without constants as a closed one."""
+    return jex_core.ClosedJaxpr(jaxpr, ())
+
+
 def with_consts_as_arguments(jaxpr: Any) -> tuple[Any, list[Any]]:
     """Returns a jaxpr as an open one whose first arguments are its constants, and these."""
     body: Any = opened(jaxpr)[0]

@@ -28,7 +28,7 @@ def quantised(
       scale_dtype: floating.
     """
     kind, wide = CODES[name], x.astype(jnp.float32)
-    limit, lowest = float(jnp.finfo(scale_dtype).max), -kind.largest
+    limit, lowest = float(jnp.finfo(scale_dtype).max), -abs(kind.largest)
     if kind.has_minimum:
         minimum = jnp.maximum(jnp.min(wide, axis, keepdims=True), -limit).astype(scale_dtype)
         wide, lowest = wide - minimum.astype(jnp.float32), 0
@@ -36,7 +36,10 @@ def quantised(
     else:
         minimum = None
         amax = jnp.max(jnp.abs(wide), axis, keepdims=True)
-    scale = jnp.minimum(amax / kind.largest, limit).astype(scale_dtype)
+        if kind.largest < 0:
+            least = jnp.min(wide, axis, keepdims=True)
+            amax = jnp.where(-least == amax, -amax, amax)  # with the sign of that number
+    scale = jnp.clip(amax / kind.largest, -limit, limit).astype(scale_dtype)
     divisor = scale.astype(jnp.float32)
     unit = wide / jnp.where(divisor == 0, 1, divisor)
     if kind.table is not None:
@@ -45,7 +48,7 @@ def quantised(
         codes = sum((unit > float(each)).astype(jnp.int32) for each in between)
         codes = jnp.asarray(codes)
     else:
-        unit = jnp.clip(unit, lowest, kind.largest)
+        unit = jnp.clip(unit, lowest, kind.largest if kind.largest > 0 else -lowest - 1)
         codes = jnp.round(unit) if jnp.issubdtype(kind.dtype, jnp.integer) else unit
     codes = codes.astype(kind.dtype)
     if minimum is None:

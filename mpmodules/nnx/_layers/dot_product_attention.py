@@ -23,14 +23,14 @@ from mpmodules.layers.attention_calls import (
     reduction_dtype,
 )
 from policy.core.scope import current_policy
-from policy.eight_bits.quantisation import Quantised
+from policy.eight_bits.quantisation import ScaledCodes
 
 
 @layer_in_own_code
 def dot_product_attention(
     query: jax.Array,
-    key: jax.Array | Quantised,
-    value: jax.Array | Quantised,
+    key: jax.Array | ScaledCodes,
+    value: jax.Array | ScaledCodes,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
     broadcast_dropout: bool = True,

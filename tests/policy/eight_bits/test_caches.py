@@ -8,16 +8,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from policy import Quantised, autocast, get_policy, quantize_cache, use_policy
+from policy import ScaledCodes, autocast, get_policy, quantize_cache, use_policy
 from policy.eight_bits.quantisation import quantise
 
 X = np.random.default_rng(0).normal(size=(2, 5, 3, 16)).astype(np.float32)
 X *= np.exp(3 * np.random.default_rng(1).normal(size=(2, 5, 3, 1))).astype(np.float32)
 
 
-def in_8_bits(dtype: str) -> Quantised:
+def in_8_bits(dtype: str) -> ScaledCodes:
     made = quantize_cache(jnp.asarray(X), dtype)
-    assert isinstance(made, Quantised) and made.shape == made.codes.shape == X.shape
+    assert isinstance(made, ScaledCodes) and made.shape == made.codes.shape == X.shape
     return made
 
 
@@ -89,7 +89,7 @@ def test_the_policy_in_force_decides_the_dtype():
 def test_autocast_leaves_the_quotients_in_float32():
     def codes(x: jax.Array) -> jax.Array:
         made = quantize_cache(x, "int8")
-        assert isinstance(made, Quantised)
+        assert isinstance(made, ScaledCodes)
         return made.codes
 
     cast = autocast(codes, get_policy("mixed_bfloat16"))
@@ -100,7 +100,7 @@ def test_autocast_leaves_the_quotients_in_float32():
 def test_a_derivative_through_codes_is_refused():
     def loss(x: jax.Array) -> jax.Array:
         made = quantize_cache(x, "float8")
-        assert isinstance(made, Quantised)
+        assert isinstance(made, ScaledCodes)
         return jnp.sum(made.codes.astype(jnp.float32))
 
     with pytest.raises(NotImplementedError, match=r"in 8 bits has no derivative.* without cache="):

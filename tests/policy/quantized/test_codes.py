@@ -49,8 +49,8 @@ def nearest(unit, name):
         levels = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
         levels = np.unique(levels[np.isfinite(levels)])
     else:
-        lowest = {"int8": -127, "int4": -7, "uint4": 0}[name]
-        levels = np.arange(lowest, CODES[name].largest + 1)
+        lowest, highest = {"int8": (-127, 127), "int4": (-8, 7), "uint4": (0, 15)}[name]
+        levels = np.arange(lowest, highest + 1)
     away = np.abs(unit[..., None] - levels)
     first, second = np.sort(away, -1)[..., :2].transpose(-1, *range(unit.ndim))
     best = away.argmin(-1)
@@ -92,7 +92,11 @@ def test_codes_are_the_nearest_for_the_rounded_scale(text, scale_dtype):
         own = np.asarray(stored.scales[:, :1], np.float64)
         np.testing.assert_array_equal(np.asarray(stored.scales[:, 1:], np.float64), minimum)
     else:
-        minimum, scale = np.zeros(1), np.abs(blocks).max(1, keepdims=True) / kind.largest
+        # int4: llama.cpp's quantize_row_q4_0_ref takes the largest magnitude to -8
+        worst = np.abs(blocks).argmax(1, keepdims=True)
+        extreme = np.take_along_axis(blocks, worst, 1)
+        extreme = extreme if kind.largest < 0 else np.abs(extreme)
+        minimum, scale = np.zeros(1), extreme / kind.largest
         own = np.asarray(stored.scales, np.float64).reshape(scale.shape)
     assert stored.scales.dtype == scale_dtype
     np.testing.assert_allclose(own, scale, rtol=2 * eps)
@@ -102,9 +106,10 @@ def test_codes_are_the_nearest_for_the_rounded_scale(text, scale_dtype):
     found = np.asarray(stored.codes, np.float64).reshape(blocks.shape)
     np.testing.assert_array_equal(found[is_clear], codes[is_clear])
     # the largest of a block is off by the rounding of its scale, others by half a step
-    steps = np.abs(in_blocks(np.asarray(stored), held.block) - blocks) / own
-    half = {"int8": 0.5, "int4": 0.5, "uint4": 0.5, "float8": 16, "nf4": 0.152}[held.name]
-    assert steps.max() <= half + kind.largest * eps
+    steps = np.abs((in_blocks(np.asarray(stored), held.block) - blocks) / own)
+    # int4 has no 8
+    half = {"int8": 0.5, "int4": 1, "uint4": 0.5, "float8": 16, "nf4": 0.152}[held.name]
+    assert steps.max() <= half + abs(kind.largest) * eps
 
 
 @pytest.mark.parametrize("text", ["int8:2", "float8:2", "int4:2", "uint4:2", "nf4:2"])
@@ -155,7 +160,7 @@ def test_blocks_of_zeros_and_extremes_stay_finite_and_keep_their_extremes(text, 
     wide = np.asarray(QuantizedArray.of(jnp.asarray(x), text, axis=0))
     largest = np.abs(x).max()
     np.testing.assert_allclose(wide, x, rtol=0, atol=largest * (2 / 15 + 2**-7))
-    worst = np.abs(x).argmax()
+    worst = x.argmin() if -x.min() == largest else np.abs(x).argmax()
     np.testing.assert_allclose(wide[worst], x[worst], rtol=2**-7)
     assert "uint4" in text or (wide[x == 0] == 0).all()
 

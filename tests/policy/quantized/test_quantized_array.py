@@ -1,6 +1,7 @@
 """Arrays stored as codes and scales, beside NumPy."""
 
 import pickle
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,10 @@ def widened_in_numpy(x, text):
     name, _, block = text.partition(":")
     block = int(block or x.shape[-2])
     parts = x.reshape(*x.shape[:-2], -1, block, x.shape[-1])
-    largest = {"int8": 127, "float8": 448, "int4": 7, "nf4": 1}[name]
+    largest = {"int8": 127, "float8": 448, "int4": -8, "nf4": 1}[name]
     amax = np.abs(parts).max(-2, keepdims=True)
+    if name == "int4":  # ggml's quantize_row_q4_0_ref: the number of the largest magnitude to -8
+        amax = np.take_along_axis(parts, np.abs(parts).argmax(-2, keepdims=True), -2)
     scale = (amax / np.float32(largest)).astype(ml_dtypes.bfloat16).astype(np.float32)
     unit = parts / np.where(scale == 0, 1, scale)
     if name == "nf4":
@@ -47,7 +50,8 @@ def widened_in_numpy(x, text):
         numbers = np.clip(unit, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
         codes = numbers
     else:
-        numbers = codes = np.clip(np.rint(unit), -largest, largest)
+        low, high = (-8, 7) if name == "int4" else (-largest, largest)
+        numbers = codes = np.clip(np.rint(unit), low, high)
     return codes, (numbers * scale).reshape(x.shape).astype(np.float32)
 
 
@@ -182,7 +186,8 @@ def test_the_residuals_of_a_matmul_are_its_codes():
 def test_it_converts_where_an_array_is_wanted():
     stored = QuantizedArray.of(jnp.asarray(normal(64, 32)), "int8")
     x = jnp.asarray(normal(4, 64))
-    for y in (x @ stored, jnp.einsum("bi,io->bo", x, stored), jnp.dot(x, stored)):
+    array: Any = stored  # what JAX takes at run time
+    for y in (x @ array, jnp.einsum("bi,io->bo", x, array), jnp.dot(x, array)):
         np.testing.assert_array_equal(y, x @ stored.widened())
     assert stored[...] is stored and stored[0].shape == (32,)
     assert np.asarray(stored).dtype == np.float32
