@@ -392,8 +392,8 @@ def test_quantized_params_are_divided_over_devices(text):
     divided = jax.device_put(stored, shardings)
     codes = divided["params"]["Dense_0"]["kernel"].codes.value
     assert codes.addressable_shards[0].data.size * DEVICES == codes.size
-    y = jax.jit(model.apply, in_shardings=(shardings, NamedSharding(MESH, SPLIT)))(divided, x)
-    expected = model.apply(stored, x)
+    y: Any = jax.jit(model.apply, in_shardings=(shardings, NamedSharding(MESH, SPLIT)))(divided, x)
+    expected: Any = model.apply(stored, x)
     np.testing.assert_allclose(y, expected, atol=2**-7 * float(jnp.abs(expected).max()))
 
 

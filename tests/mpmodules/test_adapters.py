@@ -1,5 +1,7 @@
 """Adapters over frozen weights in 8 and 4 bits: gradients, steps, memory."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,7 +75,7 @@ def test_gradients_of_adapters_are_those_over_the_widened_base():
 def test_nnx_trains_adapters_alone(stored):
     adapter = f"params={stored},compute=bfloat16,output=float32"
     rules = {"up": adapter, "down/lora": adapter, "up/base_module": HELD.format("bfloat16")}
-    model = nnx.apply_policy(Net(nnx.Rngs(0)), HELD.format("bfloat16"), rules)
+    model: Any = nnx.apply_policy(Net(nnx.Rngs(0)), HELD.format("bfloat16"), rules)
     kernels = [model.up.base_module.kernel, model.down.kernel]
     assert all(isinstance(kernel, nnx.QuantizedParam) for kernel in kernels)
     adapters = nnx.state(model, nnx.LoRAParam)
@@ -89,7 +91,7 @@ def test_nnx_trains_adapters_alone(stored):
         optimizer.update(model, grads)
         return loss, grads
 
-    losses = []
+    losses, grads = [], None
     for _ in range(30):
         loss, grads = step(model, optimizer)
         losses.append(loss)
@@ -133,7 +135,7 @@ def test_no_kernel_is_widened_for_backward_or_for_all_layers(is_scanned, is_rema
     with use_policy(held):
         saved = jax.eval_shape(lambda *args: jax.vjp(loss_fn, *args)[1], trained, frozen)
         gradients = jax.jit(policy.value_and_grad(loss_fn))
-        text = gradients.lower(trained, frozen).compile().as_text()
+        text = gradients.lower(trained, frozen).compile().as_text() or ""
     is_wide = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.size >= WIDTH * WIDTH  # noqa: E731
     assert not [x for x in jax.tree.leaves(saved) if is_wide(x)]
     for shape in (f"[{layers},{WIDTH},{WIDTH}]", f"[{layers},1,{WIDTH},{WIDTH}]"):
@@ -158,7 +160,8 @@ def test_estimates_and_programs_take_codes_and_scales(stored, bytes_of_one):
         compiled = jax.jit(model.apply).lower(params, x).compile()
     wanted = 256 * 256 * bytes_of_one + 2 * x.size
     assert row.arguments == wanted
-    assert compiled.memory_analysis().argument_size_in_bytes == wanted
+    memory = compiled.memory_analysis()
+    assert memory is not None and memory.argument_size_in_bytes == wanted
 
 
 def test_merged_adapters_compute_what_they_did_beside_the_base():
@@ -173,8 +176,9 @@ def test_merged_adapters_compute_what_they_did_beside_the_base():
 
     whole = {name: merged(layer) for name, layer in wide.items()}
     plain = nn.Sequential([nn.Dense(WIDTH), nn.relu, nn.Dense(WIDTH)])
-    y = plain.apply({"params": whole}, x)
-    np.testing.assert_allclose(y, model.apply({"params": wide}, x), atol=1e-5)
+    y: Any = plain.apply({"params": whole}, x)
+    expected: Any = model.apply({"params": wide}, x)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
     again = policy.quantize_params(whole, held)
     assert again["layers_0"]["kernel"].format.text == "nf4:64"
 

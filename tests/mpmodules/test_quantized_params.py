@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import flax
+import flax.errors
 import flax.linen
 import flax.nnx
 import jax
@@ -83,7 +84,7 @@ def test_linen_layers(name, text):
     variables = layer.init(KEY, x)
     stored = policy.quantize_params(variables, stored_in)
     wide = as_read(stored)
-    kinds = jax.tree.leaves(stored, is_leaf=policy.core.arrays.is_quantized)
+    kinds = jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, policy.QuantizedArray))
     assert any(isinstance(leaf, policy.QuantizedArray) for leaf in kinds)
     layer = make(**({"dtype_policy": stored_in} if cells else {}))
     reader = make(**cells)
@@ -141,8 +142,8 @@ def test_embeddings(text):
     ]
     close(*attended)
     given = flax.nnx.Embed(128, 64, rngs=flax.nnx.Rngs(0))
-    layer = nnx.apply_policy(given, stored_in)
-    reader = nnx.apply_policy(widened(layer, given, policy.dequantize_params), read_in)
+    layer: Any = nnx.apply_policy(given, stored_in)
+    reader: Any = nnx.apply_policy(widened(layer, given, policy.dequantize_params), read_in)
     np.testing.assert_array_equal(layer(tokens), reader(tokens))
     close(layer.attend(query), reader.attend(query))
     labels = jnp.array([1, 2, 3, 4])
@@ -274,8 +275,9 @@ def test_matmuls_in_8_bits_of_codes():
     layer = linen.Dense(32, dtype_policy="params=int8,compute=bf16,m=i8")
     plain = linen.Dense(32, dtype_policy="mixed_bfloat16")
     stored = policy.quantize_params(plain.init(KEY, x), "params=int8")
-    expected = plain.apply(policy.dequantize_params(stored), x)
-    np.testing.assert_allclose(layer.apply(stored, x).astype(jnp.float32), expected, atol=0.05)
+    expected: Any = plain.apply(policy.dequantize_params(stored), x)
+    y: Any = layer.apply(stored, x)
+    np.testing.assert_allclose(y.astype(jnp.float32), expected, atol=0.05)
 
 
 @pytest.mark.parametrize(
