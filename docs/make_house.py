@@ -34,12 +34,13 @@ class Room(NamedTuple):
 
 # From the ground up.
 ROOMS: dict[str, Room] = {
-    "policy/programs": Room("jaxprs: primitives, programs inside equations, paths", 2, 13),
-    "policy/core": Room("the policy, rules and scope: which one is in force, and its casts", 2, 12),
-    "policy/eight_bits": Room("matmuls and convolutions in 8 bits", 1, 11),
-    "policy/functions": Room("reductions, losses and sums in reduction_dtype", 1, 10),
-    "policy/grads": Room("loss scales, microbatches, float32 sums", 0, 11),
-    "policy/optim": Room("optax in float32: master weights, moments, skipped steps", 2, 10),
+    "policy/programs": Room("jaxprs: primitives, programs inside equations, paths", 2, 14),
+    "policy/core": Room("the policy, rules and scope: which one is in force, and its casts", 2, 13),
+    "policy/eight_bits": Room("matmuls and convolutions in 8 bits", 1, 12),
+    "policy/functions": Room("reductions, losses and sums in reduction_dtype", 1, 11),
+    "policy/quantized": Room("frozen parameters in 8 and 4 bits", 1, 10),
+    "policy/grads": Room("loss scales, microbatches, float32 sums", 0, 12),
+    "policy/optim": Room("optax in float32: master weights, moments, skipped steps", 2, 11),
     "policy/autocasting": Room("half precision for functions as they are", 2, 9),
     "policy/inspect": Room("reports on programs: dtypes, hazards, errors and costs", 2, 8),
     "policy/sharding": Room("gradients across devices; the collectives of a program", 0, 7),

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import flax.linen as flax_nn
+import jax
 import jax.numpy as jnp
+from flax.core import meta
+from flax.errors import ScopeParamShapeError
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import MethodCall
+from mpmodules.calls.classes import is_written_by_user
 from mpmodules.functions.functional import half_safe_inits, is_half
 from mpmodules.layers.matmul_calls import Numerics, numerics_of
 from mpmodules.linen._module import Module
-from mpmodules.linen._resolution import dtype_fields, fields_set
+from mpmodules.linen._resolution import dtype_fields, effective_policy, fields_set
 from policy.core.policy import Policy
+from policy.core.scope import current_scope
+from policy.quantized.array import QuantizedArray
+from policy.quantized.params import require_trainable
+
+meta.AxisMetadata.register(QuantizedArray)  # modules of others read it as they read boxes
 
 
 class Layer(Module):
@@ -33,6 +44,33 @@ class Layer(Module):
     def _policy_fields(self, policy: Policy | None) -> dict[str, Any]:
         """Returns the dataclass fields to set for a call under a policy."""
         return dtype_fields(self, policy)
+
+    if not TYPE_CHECKING:  # type checkers see Flax's
+
+        @flax_nn.nowrap
+        def param(
+            self, name: str, init_fn: Callable[..., Any], *init_args: Any, **options: Any
+        ) -> Any:
+            """Declares a parameter; one that is stored in 8 or 4 bits is returned as codes.
+
+            Raises:
+              flax.errors.ScopeParamShapeError: codes stand for an array of another shape.
+            """
+            declare = super().param
+            if not self.has_variable("params", name):
+                made = declare(name, init_fn, *init_args, **options)
+                policy = effective_policy(self, current_scope()).policy
+                require_trainable(policy, (*self.path, name), made)
+                return made
+            stored = self.get_variable("params", name)
+            is_users = is_written_by_user(type(self), flax_nn.Module)
+            if is_users or not isinstance(stored, QuantizedArray):
+                return declare(name, init_fn, *init_args, **options)
+            made = jax.eval_shape(lambda: meta.unbox(init_fn(jax.random.key(0), *init_args)))
+            if stored.shape != made.shape:
+                raise ScopeParamShapeError(name, self.scope.path_text, stored.shape, made.shape)
+            # Flax compares the shapes of codes and scales.
+            return declare(name, lambda *_: stored, unbox=False).unbox_parts()
 
     def _call_layer(self, call: MethodCall) -> Any:
         policy, dtype = call.policy, call.effective.dtype

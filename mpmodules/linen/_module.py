@@ -28,7 +28,6 @@ from mpmodules.linen._call import (
     wrapped_once,
 )
 from mpmodules.linen._call import param as own_param
-from mpmodules.linen._quantized import layer_param
 from mpmodules.linen._resolution import note_policy, warn_where_missing
 from mpmodules.linen._summary import tabulate_method
 from policy.core.policy import Policy
@@ -174,7 +173,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
             if classes.is_written_by_user(type(self), flax_nn.Module):
                 return own_param(self, *args, **kwargs)
             kwargs.pop("compute_dtype", None)  # the dtypes of a layer's are those of its fields
-            return layer_param(self, *args, **kwargs)
+            return super().param(*args, **kwargs)
 
         @flax_nn.nowrap
         def _validate_setup(self) -> None:

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from policy.core.arrays import alike_varying
 from policy.core.dtypes import ScaledMatmul
+from policy.core.einsums import DimensionNumbers, dot_of_einsum
 from policy.eight_bits.blocks import BlockAxes, multiply_blocks, quantise_in_blocks
 from policy.eight_bits.quantisation import (
     ScaledCodes,
@@ -25,7 +26,6 @@ from policy.eight_bits.quantisation import (
     shared,
     warn_if_emulated,
 )
-from policy.functions.einsums import DimensionNumbers, dot_of_einsum
 from policy.programs.dtypes import explicit_sharding
 
 _Pair = tuple[tuple[int, ...], tuple[int, ...]]

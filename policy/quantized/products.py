@@ -17,8 +17,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.core.dtypes import backend
+from policy.core.einsums import DimensionNumbers, dot_of_einsum
 from policy.core.param_formats import CODES
-from policy.functions.einsums import DimensionNumbers, dot_of_einsum
 from policy.functions.reductions import accumulating
 from policy.quantized.array import QuantizedArray, frozen
 

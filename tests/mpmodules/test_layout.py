@@ -10,7 +10,7 @@ from tests.policy.test_layout import imports, is_in, modules
 
 ROOT = Path(mpmodules.__file__).parent
 # Linen has none of these.
-ONLY_NNX = {"_training", "_layers/newer_flax"}
+ONLY_NNX = {"_training", "_quantized", "_layers/newer_flax"}
 
 
 @functools.cache

@@ -16,7 +16,7 @@ def dot_of_einsum(
     Returns None where it is no matmul: where a name stands twice in an operand, or in one operand
     and not in the result.
 
-    >>> from policy.functions.einsums import dot_of_einsum
+    >>> from policy.core.einsums import dot_of_einsum
     >>> dot_of_einsum("ij,jk->ki", 2, 2)
     ((([1], [0]), ([], [])), [1, 0])
 
