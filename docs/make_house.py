@@ -38,7 +38,7 @@ ROOMS: dict[str, Room] = {
     "policy/core": Room("the policy, rules and scope: which one is in force, and its casts", 2, 13),
     "policy/eight_bits": Room("matmuls and convolutions in 8 bits", 1, 12),
     "policy/functions": Room("reductions, losses and sums in reduction_dtype", 1, 11),
-    "policy/quantized": Room("frozen parameters in 8 and 4 bits", 1, 10),
+    "policy/quantized": Room("frozen parameters in 8 and 4 bits", 0, 10),
     "policy/grads": Room("loss scales, microbatches, float32 sums", 0, 12),
     "policy/optim": Room("optax in float32: master weights, moments, skipped steps", 2, 11),
     "policy/autocasting": Room("half precision for functions as they are", 2, 9),
