@@ -129,7 +129,7 @@ def _may_be_scaled(
     if equation.primitive.name == "ragged_dot_general":
         lhs, rhs, sizes = arrays
         is_of_weight = weight == 1 and by.blocks is None
-        return is_of_weight and scaled_ragged.may_run_in_8_bits(lhs, rhs, sizes, params)
+        return is_of_weight and scaled_ragged.ragged_may_run_in_8_bits(lhs, rhs, sizes, params)
     is_convolution = equation.primitive.name == "conv_general_dilated" and weight == 1
     groups = params.get("batch_group_count", 1)
     return is_convolution and scaled_convolution.may_run_in_8_bits(arrays[0], arrays[1], by, groups)

@@ -140,7 +140,7 @@ def scaled_ragged_dot_general(
       lhs: floating rows, one axis of which is ragged and all others contracted.
       rhs: floating kernels, the weight, with an axis of groups.
       group_sizes: integers, (E,).
-      numbers: as of `jax.lax.ragged_dot_general`, of a matmul that `may_run_in_8_bits`.
+      numbers: as of `jax.lax.ragged_dot_general`, of a matmul that `ragged_may_run_in_8_bits`.
       by: the dtypes and scales.
       dtype: of the result, which is rounded to it once.
 
@@ -169,7 +169,7 @@ def scaled_ragged_dot_general(
     return result.astype(dtype).reshape(tokens, *shape)
 
 
-def may_run_in_8_bits(
+def ragged_may_run_in_8_bits(
     lhs: Array, rhs: Array, group_sizes: Array, params: Mapping[str, Any]
 ) -> bool:
     """Returns whether `scaled_ragged_dot_general` takes a ragged matmul: one whose groups are of

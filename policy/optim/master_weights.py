@@ -17,9 +17,9 @@ from policy.optim.host_memory import is_on_host, on_device, on_host
 from policy.optim.moments import (
     StoredInner,
     fields_of,
+    form_of,
     is_moment,
     narrow_moments,
-    target_of,
     widen_moments,
 )
 from policy.optim.state import (
@@ -306,7 +306,7 @@ def _with_options(
     is_new = [is_moment(x) and x.dtype != like.dtype for _, x, like in each]
     before, after = (
         [
-            target_of(field, np.dtype(pair[number].dtype)) if new else None
+            form_of(field, np.dtype(pair[number].dtype)) if new else None
             for (field, *pair), new in zip(each, is_new, strict=True)
         ]
         for number in (0, 1)

@@ -105,18 +105,18 @@ def has_codes(dtypes: Mapping[str, np.dtype] | None) -> bool:
     return any(dtype in CODE_DTYPES for dtype in (dtypes or {}).values())
 
 
-Target: TypeAlias = np.dtype | Format | None
+StoredForm: TypeAlias = np.dtype | Format | None
 """The form that a leaf is stored in: codes, or a floating dtype; None for one that stays as is."""
 
 
-def target_of(field: str, dtype: np.dtype) -> np.dtype | Format:
+def form_of(field: str, dtype: np.dtype) -> np.dtype | Format:
     """Returns the form that a field is stored in by its dtype: codes, if the dtype is of codes."""
     return _FORMAT_OF.get((dtype.name, is_first(field)), dtype)
 
 
 def stored_forms(
     inner: optax.OptState, params: optax.Params, dtypes: Mapping[str, np.dtype]
-) -> list[Target]:
+) -> list[StoredForm]:
     """Returns, for each leaf of an optax state, the form that it is stored in.
 
     None for leaves that are no moments, or too small for codes, and stay as they are. Moments that
@@ -124,7 +124,7 @@ def stored_forms(
     ones.
     """
 
-    def is_stored(leaf: jax.Array, target: Target) -> bool:
+    def is_stored(leaf: jax.Array, target: StoredForm) -> bool:
         if not isinstance(target, Format) or leaf.dtype in CODE_DTYPES:
             return True
         return leaf.size >= SMALLEST_SIZE and leaf.shape[-1] >= SMALLEST_WIDTH
@@ -135,12 +135,12 @@ def stored_forms(
 
 def asked_forms(
     inner: optax.OptState, params: optax.Params, dtypes: Mapping[str, np.dtype]
-) -> list[Target]:
+) -> list[StoredForm]:
     """Returns, for each leaf of an optax state, the form that is asked for its field, or None."""
-    targets: list[Target] = []
+    targets: list[StoredForm] = []
     for name, leaf in zip(fields_of(inner, params), jax.tree.leaves(inner), strict=True):
         dtype = dtypes.get(name, dtypes.get("") if name in FIRST_MOMENTS else None)
-        targets.append(None if dtype is None or not is_moment(leaf) else target_of(name, dtype))
+        targets.append(None if dtype is None or not is_moment(leaf) else form_of(name, dtype))
     return targets
 
 
@@ -177,7 +177,7 @@ class StoredInner(NamedTuple):
     scales: Any
 
 
-def widen_moments(stored: StoredInner, targets: list[Target]) -> optax.OptState:
+def widen_moments(stored: StoredInner, targets: list[StoredForm]) -> optax.OptState:
     """Returns a state whose moments are float32, in which the inner transform computes."""
     leaves, tree = jax.tree.flatten(stored.state)
     each = zip(leaves, scales_of(stored), targets, strict=True)
@@ -192,7 +192,7 @@ def scales_of(stored: StoredInner) -> list[Any]:
     return tree.flatten_up_to(stored.scales)
 
 
-def _widen(x: jax.Array, scales: Any, target: Target) -> jax.Array:
+def _widen(x: jax.Array, scales: Any, target: StoredForm) -> jax.Array:
     if isinstance(target, Format):
         return decode(x, scales, target)
     return x.astype(working_dtype(x.dtype))
@@ -200,7 +200,7 @@ def _widen(x: jax.Array, scales: Any, target: Target) -> jax.Array:
 
 def narrow_moments(
     inner: optax.OptState,
-    targets: list[Target],
+    targets: list[StoredForm],
     dtypes: Mapping[str, np.dtype] | None,
     keys: list[jax.Array | None] | None = None,
     like: StoredInner | None = None,
@@ -293,7 +293,7 @@ def check_moments(
     for name in sorted(found):
         dtype = dtypes[name if name in dtypes else ""]
         if dtype.itemsize < 4:
-            _check_field(tx, params, name, target_of(name, dtype), stochastic)
+            _check_field(tx, params, name, form_of(name, dtype), stochastic)
 
 
 def _check_field(

@@ -462,6 +462,8 @@ def cond_or_select(
         return lax.cond(flag, apply_step, skip_step, of)
 
     def gpu(flag: jax.Array, of: Operands) -> Results:
+        if jax.tree.structure(of.gradients) != jax.tree.structure(of.params):  # lookahead's pair
+            return select(flag, of)
         gradients = jax.tree.map(_row_major, of.gradients, of.params)
         return select(flag, of._replace(gradients=gradients))
 

@@ -255,9 +255,11 @@ def opened(jaxpr: Any) -> tuple[OpenJaxpr, list[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), consts
 
 
-def closed(jaxpr: Any) -> Any:
-    """Returns an open jaxpr without constants as a closed one."""
-    return jex_core.ClosedJaxpr(jaxpr, ())
+def remat_program(name: str, params: dict[str, Any]) -> Any:
+    """Returns the closed program of a checkpoint, given its primitive's name and its parameters;
+    None of another primitive.
+    """
+    return jex_core.ClosedJaxpr(params["jaxpr"], ()) if name in REMATS else None
 
 
 def with_consts_as_arguments(jaxpr: Any) -> tuple[Any, list[Any]]:

@@ -17,9 +17,15 @@ from jax.extend import source_info_util
 
 from policy.core.scope import use_policy
 from policy.programs.dtypes import F32, holds_half, is_half
-from policy.programs.jaxprs import Equation, closed, constants_within, equations_within, opened
+from policy.programs.jaxprs import (
+    Equation,
+    constants_within,
+    equations_within,
+    opened,
+    remat_program,
+)
 from policy.programs.paths import Path
-from policy.programs.primitives import COMPARISONS, DRAWS, HOST, READS_BITS, REMATS
+from policy.programs.primitives import COMPARISONS, DRAWS, HOST, READS_BITS
 from policy.programs.reading.walk import Site, frames_of, walk, written_at
 from policy.programs.rewriting.upcast import (
     Reference,
@@ -53,9 +59,10 @@ class _Float32Trace(jax.core.Trace):
         self.outer = outer
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
-        if primitive.name in REMATS and any(map(is_half, dtypes_of(params["jaxpr"]))):
+        program = remat_program(primitive.name, params)
+        if program is not None and any(map(is_half, dtypes_of(opened(program)[0]))):
             with jex_core.set_current_trace(self):
-                return jex_core.jaxpr_as_fun(closed(params["jaxpr"]))(*tracers)
+                return jex_core.jaxpr_as_fun(program)(*tracers)
         with jex_core.set_current_trace(self.outer):
             if primitive.name not in HOST and primitive.name not in READS_BITS:
                 tracers = [_widened(tracer) for tracer in tracers]
