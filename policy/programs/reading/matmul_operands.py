@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Collection, Iterator
 from typing import Any, Literal, NamedTuple
@@ -134,8 +135,8 @@ class Codes:
 
     Attributes:
       operands: the casts whose codes are multiplied.
-      roundings: the equations that round numbers to int8 codes in this library's matmuls, which
-        leave them as they are in float32.
+      roundings: the equations that round and limit numbers to codes in this library's matmuls,
+        which leave them as they are in float32.
       inner: the equations of this library's matmuls whose results are codes or scales.
     """
 
@@ -176,8 +177,10 @@ def codes_of(jaxpr: Any, params: Collection[int] = ()) -> Codes:
         kind = "cotangent" if on & COTANGENT else kind
         if paths := _multiplied_at(node, kind == "cotangent"):
             operands[place_of_site(node.site)] = QuantisedOperand(kind, paths)
-        if node.out.dtype == "int8" and _is_of_ours(node.site):
-            roundings |= {place_of_site(node.site), *_roundings_behind(node.inputs[0])}
+        if _is_of_ours(node.site):
+            roundings.update(_roundings_behind(node.inputs[0]))
+            if node.out.dtype == "int8":
+                roundings.add(place_of_site(node.site))
     return Codes(operands, frozenset(roundings), frozenset(_inner(graph)))
 
 
@@ -191,9 +194,9 @@ def _multiplied_at(cast: Node, is_backward: bool) -> tuple[Path, ...]:
 
 
 def _is_scale(value: Value, dot: Node) -> bool:
-    """Returns whether a value has the shape of a scale of a matmul, and of no operand."""
-    shapes = [one.shape for one in dot.inputs]
-    return dot.name in primitives.SCALED_DOTS and value.shape not in shapes[:2]
+    """Returns whether a value is a scale of a matmul: it has fewer elements than both operands."""
+    sizes = [math.prod(one.shape) for one in dot.inputs[:2]]
+    return dot.name in primitives.SCALED_DOTS and math.prod(value.shape) < min(sizes)
 
 
 def place_of_site(site: Site) -> CastPlace:
@@ -213,11 +216,23 @@ def _is_of_ours(site: Site | None) -> bool:
 
 
 def _roundings_behind(value: Value) -> Iterator[CastPlace]:
+    steps = False  # of a float's codes: the rounding is between a division and a multiplication
     while value.maker is not None:
         maker = value.maker
-        if maker.name in primitives.ROUNDINGS:
+        first, name = maker.inputs[0], maker.name
+        rounded = [
+            one for one in maker.inputs if one.maker and one.maker.name in primitives.ROUNDINGS
+        ]
+        if name == "mul" and rounded:
+            value, steps = rounded[0], True
+            continue
+        if name == "div" and steps:
+            value = first
+            continue
+        limits = steps and name in primitives.MINMAX and first.shape == value.shape
+        if name in primitives.ROUNDINGS or limits:
             yield place_of_site(maker.site)
-        elif maker.name not in _BETWEEN:
+        elif name not in _BETWEEN:
             return
         whole = [one for one in maker.inputs if one.shape == value.shape and not one.is_literal]
         if len(whole) != 1:
