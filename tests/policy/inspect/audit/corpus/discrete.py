@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from policy import full_precision
 from tests.policy.inspect.audit.corpus.planting import BF16, E4M3, F32, I8, KEY, plant, shape
 
 plant(
@@ -95,6 +96,11 @@ def _deep(x: Any) -> Any:
 
 def _wide(x: Any) -> Any:
     return x.astype(F32)
+
+
+def _in_full_precision(x: Any, w: Any) -> Any:
+    with full_precision():
+        return _wide(x) @ w
 
 
 def _routed(x: Any, scores: Any, kernels: Any) -> Any:
@@ -247,7 +253,7 @@ clean(x=shape(4, 8), backward=False)
     the best of half logits in float32: lax.top_k(jax.nn.softmax(_wide(x @ x.T)), 2)
 clean(x=shape(4, 8), w=shape(8, 3, dtype=F32), up=shape(3, 8, 5), backward=False)
     experts by logits in float32:
-        _routed(x, jax.nn.softmax(jnp.dot(_wide(x), w, precision="highest")), up)
+        _routed(x, jax.nn.softmax(_in_full_precision(x, w)), up)
 clean(x=shape(4, 8), w=shape(8, 6, dtype=F32), b=shape(6, dtype=F32), backward=False)
     the largest of half logits with a stored bias:
         jnp.argmax(x @ w.astype(x.dtype) + b.astype(x.dtype), -1)
