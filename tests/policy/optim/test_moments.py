@@ -27,7 +27,7 @@ from policy.optim.blockwise import (
     encode,
     scales_shape,
 )
-from policy.optim.moments import StoredInner, stored_forms, target_of, widen_moments
+from policy.optim.moments import StoredInner, form_of, stored_forms, widen_moments
 from tests.policy.optim.steps import assert_same, dtypes, stepped, types, wrapped
 
 KEY = jax.random.key(0)
@@ -241,7 +241,7 @@ def test_moments_are_those_of_float32_to_the_steps_of_their_codes(name):
     (tx, params, state), (_, truth, exact) = trained(name), trained(None)
     magnitudes = sum(0.1 * np.abs(np.asarray(gradients(step)["w"])) for step in range(3))
     for field in ("mu", "nu"):
-        form: Any = target_of(field, getattr(state.inner[0], field)["w"].dtype)
+        form: Any = form_of(field, getattr(state.inner[0], field)["w"].dtype)
         got, right = (getattr(inner[0], field) for inner in (wide(tx, state), exact.inner))
         # each of three steps rounds by less than a step between codes; terms of mu may cancel
         largest = magnitudes if field == "mu" else np.float64(right["w"])
