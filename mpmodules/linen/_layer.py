@@ -56,15 +56,14 @@ class Layer(Module):
             Raises:
               flax.errors.ScopeParamShapeError: codes stand for an array of another shape.
             """
-            declare = super().param
-            if not self.has_variable("params", name):
+            declare, stored = super().param, self.get_variable("params", name)
+            if stored is None:
                 made = declare(name, init_fn, *init_args, **options)
                 policy = effective_policy(self, current_scope()).policy
                 require_trainable(policy, (*self.path, name), made)
                 return made
-            stored = self.get_variable("params", name)
-            is_users = is_written_by_user(type(self), flax_nn.Module)
-            if is_users or not isinstance(stored, QuantizedArray):
+            is_codes = isinstance(stored, QuantizedArray)
+            if not is_codes or is_written_by_user(type(self), flax_nn.Module):
                 return declare(name, init_fn, *init_args, **options)
             made = jax.eval_shape(lambda: meta.unbox(init_fn(jax.random.key(0), *init_args)))
             if stored.shape != made.shape:

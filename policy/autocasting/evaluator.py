@@ -225,7 +225,8 @@ class Evaluator(Interpreter[CastValue]):
 
     def _evaluated(self, equation: Equation, values: Values) -> Values:
         name, place = equation.primitive.name, self.place_of(equation)
-        if (layout := widened_layout(equation)) is not None and not place.is_layer:
+        layout = widened_layout(equation) if name in REBUILT and not place.is_layer else None
+        if layout is not None:
             codes, scales = (value.array for value in values)
             stored = QuantizedArray(codes, scales, layout).astype(place.compute)
             return [CastValue(stored.widened(), yields=True, codes=stored)]

@@ -32,9 +32,10 @@ def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Val
         params["preferred_element_type"] = dtype
     if precision is None and place.precision is not None:
         params["precision"] = canonical_precision(place.precision)
-    stored = [side for side, value in enumerate(values) if stored_codes(value) is not None]
-    if len(stored) == 1 and place.matmul is None and equation.primitive.name == "dot_general":
-        return str(dtype), [_of_codes(params, values, stored[0], dtype)]
+    if equation.primitive.name == "dot_general" and place.matmul is None:
+        stored = [side for side in (0, 1) if stored_codes(values[side]) is not None]
+        if len(stored) == 1:
+            return str(dtype), [_of_codes(params, values, stored[0], dtype)]
     arrays = [value.as_dtype(dtype) if value.is_float else value.array for value in values]
     weights = [i for i, value in enumerate(values[:2]) if value.yields and not value.is_mask]
     by = place.matmul if len(weights) == 1 else None
