@@ -51,7 +51,7 @@ _OF_DTYPE = {jnp.dtype(kind.dtype): name for name, kind in CODES.items() if kind
 
 @dataclasses.dataclass(frozen=True)
 class ParamFormat:
-    """How the parameters of a policy are stored in 8 or 4 bits.
+    """The 8- or 4-bit format of parameters: the kind of codes, and the size of their blocks.
 
     >>> from policy.core.param_formats import format_of
     >>> format_of("int4:32").bytes_per_param

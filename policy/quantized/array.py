@@ -25,13 +25,12 @@ _WIDENED = f"{REGION}widened_"
 
 @dataclasses.dataclass(frozen=True)
 class CodeLayout:
-    """How codes and scales make up an array of shape (leading..., n, trailing...).
+    """The layout of codes and scales of an array of shape (leading..., n, trailing...).
 
     In blocks, codes are (leading..., n / block, block, trailing), all trailing axes in one, which
     XLA widens inside of a matmul; otherwise they have the array's shape. Scales are codes without
     the axis of the codes that share one; where a block has a minimum, scale and minimum stand along
-    that axis. More leading axes may be added and taken away, as `vmap`
-    and `scan` do.
+    that axis. More leading axes may be added and taken away, as `vmap` and `scan` do.
 
     Attributes:
       name: that of the codes.

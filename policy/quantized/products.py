@@ -7,6 +7,7 @@ scales.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -107,8 +108,8 @@ def einsum_of_codes(
     """Computes `jax.numpy.einsum` of an array and codes; arguments as in `dot_general`."""
     found = dot_of_einsum(subscripts, x.ndim, weight.ndim)
     if found is None:
-        run = lambda x, w, **preferred: jnp.einsum(subscripts, x, w, **options, **preferred)  # noqa: E731
-        return bilinear_of_codes(run, x, weight, accumulator_dtype=accumulator_dtype)
+        operation = functools.partial(jnp.einsum, subscripts, **options)
+        return bilinear_of_codes(operation, x, weight, accumulator_dtype=accumulator_dtype)
     numbers, axes = found
     y = dot_general(x, weight, numbers, accumulator_dtype=accumulator_dtype, **options)
     return jnp.transpose(y, axes)

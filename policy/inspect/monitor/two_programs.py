@@ -25,7 +25,7 @@ _NO_ROWS = SnapshotRows((), (), (), Span(0, 0, (), (), 0, 0), (), ())
 )
 @dataclasses.dataclass(frozen=True)
 class Finiteness:
-    """Whether a step was finite.
+    """The finiteness of a step, and the state that it keeps if it is not finite.
 
     Attributes:
       is_finite: () bool.
