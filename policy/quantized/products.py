@@ -67,33 +67,30 @@ def dot_general(
       accumulator_dtype: of the result; None is that of the operands.
       **options: of `jax.lax.dot_general`.
     """
-    (of_lhs, of_rhs), (batch_lhs, batch_rhs) = dimension_numbers
-    if isinstance(lhs, QuantizedArray):
-        numbers = ((of_rhs, of_lhs), (batch_rhs, batch_lhs))
-        y = dot_general(rhs, lhs, numbers, accumulator_dtype=accumulator_dtype, **options)
-        batch, free = len(batch_lhs), lhs.ndim - len(of_lhs) - len(batch_lhs)
-        return jnp.moveaxis(y, range(y.ndim - free, y.ndim), range(batch, batch + free))
-    x, weight = lhs, rhs
+    is_first = isinstance(lhs, QuantizedArray)
+    x, weight = (rhs, lhs) if is_first else (lhs, rhs)
+    pairs = [tuple(map(tuple, pair)) for pair in dimension_numbers]
+    (of_x, of_weight), (batch_x, batch_weight) = (
+        pair[::-1] if is_first else pair for pair in pairs
+    )
     axis, ndim = weight.ndim + weight.layout.axis, weight.ndim
-    taken = (*of_rhs, *batch_rhs)
-    if any(i in taken for i in range(axis + 1, ndim)) or axis in batch_rhs:
-        operation = _Dot(dimension_numbers, options)
-        return bilinear_of_codes(operation, x, weight, accumulator_dtype=accumulator_dtype)
-    shape = jax.eval_shape(
-        _Dot(dimension_numbers, {}), x, jax.ShapeDtypeStruct(weight.shape, x.dtype)
-    ).shape
-    row = _row_to_repeat(x, (*of_lhs, *batch_lhs), batch_lhs)
+    taken = (*of_weight, *batch_weight)
+    whole = _Dot((of_x, of_weight), (batch_x, batch_weight), options, is_first)
+    if any(i in taken for i in range(axis + 1, ndim)) or axis in batch_weight:
+        return bilinear_of_codes(whole, x, weight, accumulator_dtype=accumulator_dtype)
+    wide = jax.ShapeDtypeStruct(weight.shape, x.dtype)
+    shape = jax.eval_shape(dataclasses.replace(whole, options={}), x, wide).shape
+    row, free = _row_to_repeat(x, (*of_x, *batch_x), batch_x), x.ndim - len(of_x)
     if row is not None:
         # XLA for TPUs computes a single row as a sum of products, not on the matrix unit.
         width = [(0, 7 if i == row else 0, 0) for i in range(x.ndim)]
         x = lax.pad(x, jnp.zeros((), x.dtype), width)
-    row = None if row is None else row - sum(i < row for i in of_lhs)
-    x, taken_x, kept = _of_blocks(x, weight, tuple(of_lhs), tuple(of_rhs), tuple(batch_lhs))
-    contracted_x, batch_x = taken_x
-    operation = _Dot(((contracted_x, kept), (batch_x, tuple(batch_rhs))), options)
+        row -= sum(i < row for i in of_x)
+    x, (of_x, batch_x), kept = _of_blocks(x, weight, of_x, of_weight, batch_x)
+    operation = _Dot((of_x, kept), (batch_x, batch_weight), options, is_first)
     y = bilinear_of_codes(operation, x, weight, accumulator_dtype=accumulator_dtype, is_whole=False)
     if row is not None:
-        y = lax.slice_in_dim(y, 0, 1, axis=row)
+        y = lax.slice_in_dim(y, 0, 1, axis=row + (y.ndim - free if is_first else 0))
     return y.reshape(shape)
 
 
@@ -117,11 +114,25 @@ def einsum_of_codes(
 
 @dataclasses.dataclass(frozen=True)
 class _Dot:
-    numbers: Any
-    options: dict[str, Any]
+    """A matmul as a function of an array and a weight.
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, **preferred: Any) -> jax.Array:
-        return lax.dot_general(lhs, rhs, self.numbers, **self.options, **preferred)
+    Attributes:
+      contracted, batch: axes of the array and of the weight.
+      options: of `jax.lax.dot_general`.
+      is_first: whether the weight is the left operand.
+    """
+
+    contracted: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    options: dict[str, Any]
+    is_first: bool
+
+    def __call__(self, x: jax.Array, weight: jax.Array, **preferred: Any) -> jax.Array:
+        options = self.options | preferred
+        if self.is_first:
+            numbers = self.contracted[::-1], self.batch[::-1]
+            return lax.dot_general(weight, x, numbers, **options)
+        return lax.dot_general(x, weight, (self.contracted, self.batch), **options)
 
 
 def _of_blocks(

@@ -167,11 +167,12 @@ def test_own_code_reads_codes_as_it_reads_arrays(name, text):
     run = policy.autocast(call, "mixed_bfloat16")
     y, expected = run({"w": stored}, x), run({"w": wide}, x)
     assert y.dtype == expected.dtype
-    # XLA may leave out the roundings to bfloat16 of the plain program
-    atol = 2**-5 * float(jnp.abs(expected).max())
+    # Two roundings to bfloat16, which XLA leaves out in one program and not in the other.
+    atol = 2**-7 * float(jnp.abs(expected).max())
     np.testing.assert_allclose(y, expected, rtol=0, atol=atol)
     gradient = lambda w: jax.grad(lambda x: (run({"w": w}, x) ** 2).sum().astype(jnp.float32))(x)  # noqa: E731
     pulled = gradient(wide)
+    # XLA:CPU of jax 0.12 sums a transposed matmul in bfloat16, also one that is written by hand.
     atol = 2**-5 * float(jnp.abs(pulled).max())
     np.testing.assert_allclose(gradient(stored), pulled, rtol=0, atol=atol)
 
