@@ -72,10 +72,11 @@ class CastOperation:
         """Returns the treatment, as reports name it, and the outputs."""
         floats, half = self.floats, self.place.compute
         done, outputs = self._treatment()()
-        is_mask = all(value.is_mask for value in floats)
-        for output in outputs:
-            output.is_mask = is_mask
-        if self.narrows and makes_table(floats, half):
+        if not floats or (floats[0].is_mask and all(value.is_mask for value in floats)):
+            for output in outputs:
+                output.is_mask = True
+        may_be_table = not floats or floats[0].is_table or floats[0].yields  # most are none
+        if self.narrows and may_be_table and makes_table(floats, half):
             for output in outputs:
                 output.is_table = True
         elif self.category == "promote" and is_input(floats, half):

@@ -130,7 +130,8 @@ class _Dot:
     def __call__(self, x: jax.Array, weight: jax.Array, **preferred: Any) -> jax.Array:
         options = self.options | preferred
         if self.is_first:
-            numbers = self.contracted[::-1], self.batch[::-1]
+            (of_x, of_weight), (batch_x, batch_weight) = self.contracted, self.batch
+            numbers = (of_weight, of_x), (batch_weight, batch_x)
             return lax.dot_general(weight, x, numbers, **options)
         return lax.dot_general(x, weight, (self.contracted, self.batch), **options)
 
