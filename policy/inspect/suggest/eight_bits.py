@@ -289,9 +289,9 @@ def _path(site: Site) -> Path:
 
 
 def _key(site: Site, path: Path, by: ScaledMatmul) -> tuple[Any, ...]:
-    """Returns what a matmul in 8 bits shares with the same one in half precision, at its path.
+    """Returns the facts that a matmul in 8 bits shares with the same one in half precision.
 
-    In blocks several axes are one, and what is contracted is a whole number of blocks.
+    In blocks several axes are one, and the contracted one is a whole number of blocks.
     """
     left = site.equation.invars[0].aval.shape
     depth = size([left[axis] for axis in contracted_axes(site.equation) or ()])
