@@ -97,14 +97,14 @@ def table(rows: Sequence[Row]) -> str:
     return made + ("\n\n" + "\n".join(failing) if failing else "")
 
 
-def into(page: str, part: str) -> str:
+def into(page: str, part: str, start: str = OPENING, end: str = CLOSING) -> str:
     """Returns a page with what is between its markers replaced.
 
     Raises:
       ValueError: the page has not both markers, in their order.
     """
-    before, opening, rest = page.partition(OPENING)
-    _, closing, after = rest.partition(CLOSING)
+    before, opening, rest = page.partition(start)
+    _, closing, after = rest.partition(end)
     if not (opening and closing):
-        raise ValueError(f"The page should have {OPENING} and, after it, {CLOSING}.")
-    return f"{before}{OPENING}\n\n{part}\n\n{CLOSING}{after}"
+        raise ValueError(f"The page should have {start} and, after it, {end}.")
+    return f"{before}{start}\n\n{part}\n\n{end}{after}"

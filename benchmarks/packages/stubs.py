@@ -19,8 +19,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, names: Sequence[str]):
         self.names = frozenset(names)
 
+    def has(self, fullname: str) -> bool:
+        return any(f"{fullname}.".startswith(f"{name}.") for name in self.names)
+
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname.partition(".")[0] in self.names:
+        if self.has(fullname):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 
@@ -38,11 +41,18 @@ def stubbed(*names: str) -> Iterator[None]:
     """Lets the modules of these names, and those below them, be imported in this block where they
     are not installed.
     """
-    finder = _Finder([name for name in names if importlib.util.find_spec(name) is None])
+    finder = _Finder([name for name in names if not _is_there(name)])
     sys.meta_path.append(finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.partition(".")[0] in finder.names]:
+        for name in filter(finder.has, list(sys.modules)):
             del sys.modules[name]
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent isn't
+        return False
