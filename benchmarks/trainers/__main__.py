@@ -115,9 +115,11 @@ def difference(theirs: Found, ours: Found) -> str:
 def _chosen(only: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
     """Yields trainers, each with the parts of models' names that choose among its models."""
     for name in names():
+        of_name = [part for part in only if part.partition(":")[0] in (part, name)]
+        parts = [part for part in of_name if part not in names()]
         if not only or name in only:
             yield name, ()
-        elif parts := [part for part in only if part not in names()]:
+        elif parts:
             yield name, parts
 
 

@@ -56,19 +56,22 @@ def models() -> Iterator[Model]:
     wide = {"variant": "B/16", "depth": 2}
     vit = part(_vit, num_classes=10)
     large = Case(
-        "", part(_vit, num_classes=1000, **wide), part(_images, batch=64, size=224), _logits, True
+        "", part(_vit, num_classes=1000, **wide), part(_images, batch=64, size=256), _logits, True
     )
     images = part(_images, batch=4, size=32)
-    yield Model("big_vision: ViT", part(vit, **patches), images, _logits, True, large)
-    scanned = part(vit, scan=True, pool_type="tok", rep_size=True, **patches)
-    yield Model("big_vision: ViT, scanned", scanned, images, _logits, True)
+    # Upstream's last norm and head take no dtype: they are in float32, whatever `dtype_mm` is.
+    rules = {"Transformer/encoder_norm": "float32", "head": "float32"}
+    small_vit = part(vit, **patches)
+    yield Model("big_vision: ViT", small_vit, images, _logits, True, large, rules)
+    scanned = part(vit, scan=True, posemb="sincos2d", pool_type="tok", **patches)
+    yield Model("big_vision: ViT, scanned, fixed positions", scanned, images, _logits, True)
     text = {**small, "vocab_size": 32}
     towers = part(_siglip, image=patches, text=text, out_dim=64)
     pairs = part(_pairs, batch=4, size=32, length=8, words=32)
     large = Case(
         "",
-        part(_siglip, image=wide, text={"variant": "B", "depth": 2}, out_dim=768),
-        part(_pairs, batch=64, size=224, length=64, words=32_000),
+        part(_siglip, image={**wide, "depth": 1}, text={"variant": "B", "depth": 1}, out_dim=768),
+        part(_pairs, batch=64, size=256, length=64, words=32_000),
         _embeddings,
         True,
     )

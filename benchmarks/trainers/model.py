@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,32 +21,34 @@ class Model(Case):
     Attributes:
       large: the same model with one or two layers at their real width, and a real batch. Of nnx its
         `make` returns shapes: `nnx.eval_shape(lambda: ...)`.
+      rules: of the port beside the policy, for layers that upstream's option leaves in float32.
       backward: whether the large one is compiled with its backward pass; a step of decoding isn't.
     """
 
     large: Case | None = None
+    rules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     backward: bool = True
 
 
-def program(case: Case, way: Way) -> Any:
+def program(case: Case, way: Way, rules: Mapping[str, str]) -> Any:
     """Returns `case.program`; a port is made and called under the policy instead of by
     `apply_policy`.
     """
     if way != PORT:
         return case.program(way)
-    with use_policy(POLICY):
-        fn, initial = case.program("float32")
-    return use_policy(POLICY)(fn), use_policy(POLICY)(initial)
+    under_policy = use_policy(POLICY, rules)
+    fn, initial = under_policy(case.program)("float32")
+    return under_policy(fn), under_policy(initial)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ported:
     """A case whose programs are those of `program`, for `benchmarks.packages.measure`."""
 
-    case: Case
+    case: Model
 
     def program(self, way: Way) -> Any:
-        return program(self.case, way)
+        return program(self.case, way, self.case.rules)
 
     def arguments(self, seed: int) -> tuple[Any, ...]:
         return self.case.arguments(seed)
@@ -56,7 +58,7 @@ def large_step(model: Model, case: Case, way: Way) -> tuple[Callable[..., Any], 
     """Returns the loss of a large model with its gradients, or the call alone, and the shapes of
     its arguments: parameters, state and inputs.
     """
-    fn, initial = program(case, way)
+    fn, initial = program(case, way, model.rules)
     try:
         made = jax.eval_shape(initial)
     except TypeError:  # of nnx: shapes already

@@ -94,13 +94,16 @@ def _is_outer_product(equation: Equation, values: Values) -> bool:
 
 
 def _outer_product(equation: Equation, values: Values) -> CastValue:
-    """Evaluates a dot without a contraction as a multiplication, which no device rounds."""
-    batch = equation.params["dimension_numbers"][1]
+    """Evaluates a dot without a contraction as a multiplication, which no device rounds.
+
+    One operand may be of integers: positions, of which `jnp.einsum` makes no floats.
+    """
+    batch, result = equation.params["dimension_numbers"][1], equation.outvars[0].aval
     a, b = (
-        jnp.moveaxis(array, axes, range(len(axes)))
+        jnp.moveaxis(array, axes, range(len(axes))).astype(result.dtype)
         for array, axes in zip(as_traced(equation.invars, values), batch, strict=True)
     )
-    shared, rank = len(batch[0]), equation.outvars[0].aval.ndim
+    shared, rank = len(batch[0]), result.ndim
     a = lax.expand_dims(a, range(a.ndim, rank))
     b = lax.expand_dims(b, range(shared, shared + rank - b.ndim))
     return CastValue(lax.mul(*jnp.broadcast_arrays(a, b)))

@@ -322,3 +322,22 @@ def test_a_fresh_cache_in_half_may_be_written_with_what_the_code_computes(how, w
     assert structures[0] == structures[1] == structures[2] and out.dtype == jnp.float32
     assert {leaf.dtype.name for leaf in jax.tree.leaves(fresh)} == {"bfloat16", "int32"}
     jax.tree.map(np.testing.assert_array_equal, fresh["cache"], variables["cache"])
+
+
+@pytest.mark.parametrize("wing", [nn, flax_nn], ids=["ours", "a port"])
+def test_a_logical_constraint_shards_what_compute_dtype_has(wing: Any) -> None:
+    class Model(wing.Module):
+        @wing.compact
+        def __call__(self, x):
+            x = wing.with_logical_constraint(wing.Dense(16)(x), ("batch", "time", "width"))
+            positions = self.param("positions", wing.initializers.normal(), (1, *x.shape[1:]))
+            return wing.with_logical_constraint(x + positions, ("batch", "time", "width"))
+
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
+    model = nn.apply_policy(Model(), MIXED) if wing is flax_nn else Model(dtype_policy=MIXED)
+    variables = model.init(KEY, TOKEN_VECTORS)
+    rules = (("batch", "data"), ("time", None), ("width", None))
+    with jax.set_mesh(mesh), flax_nn.logical_axis_rules(rules):
+        found = operations(lambda v: model.apply(v, TOKEN_VECTORS), variables)
+    constraints = named(found, "sharding_constraint")
+    assert [operation.outputs for operation in constraints] == [("bfloat16",)] * 2

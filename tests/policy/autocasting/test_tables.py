@@ -27,6 +27,14 @@ def sinusoids(h):
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)[None]
 
 
+def grid(h):
+    """Sinusoids of integer positions, as `jnp.einsum("m,d->md", positions, rates)` makes them."""
+    rates = 1.0 / 10_000.0 ** jnp.linspace(0, 1, D, dtype=h.dtype)
+    none: Any = (((), ()), ((), ()))
+    angles = jax.lax.dot_general(jnp.arange(T), rates, none, preferred_element_type=h.dtype)
+    return jnp.sin(angles)[None]
+
+
 def noise(h):
     return jax.random.normal(jax.random.key(0), h.shape)
 
@@ -35,6 +43,7 @@ ADDED: dict[str, Callable[[Any], Any]] = {
     "a numpy table": lambda h: h + TABLE,
     "a table of its shape": lambda h: h - jnp.asarray(FULL),
     "sinusoids": lambda h: h + sinusoids(h),
+    "sinusoids of integers": lambda h: h + grid(h),
     "a factor": lambda h: h * jnp.linspace(0.5, 1, T)[None, :, None],
     "a quotient": lambda h: h / (1 + jnp.abs(TABLE)),
     "a selection": lambda h: jnp.where(h > 0, h, FULL),
