@@ -75,6 +75,7 @@ def test_the_code_of_a_page_runs_and_prints_what_it_shows(page: str, tmp_path: P
         lines += [f"print({MARK.format(place)!r})", "pass" if missing[place] else block.code]
     program.write_text("\n".join(lines), encoding="utf-8")
     result = run_python(
+        "-P",  # a page may be named as a package is
         "-W",
         "error",
         program,

@@ -26,6 +26,7 @@ from policy.autocasting.parameters import (
 )
 from policy.autocasting.report import Report
 from policy.autocasting.settings import Places, Settings
+from policy.autocasting.sites import refusing_sites
 from policy.autocasting.values import CastValue, cast
 from policy.core.messages import require_function, warn_once
 from policy.core.policy import Policy, get_policy
@@ -280,7 +281,8 @@ class _Autocast:
             return self.fn(*args, **kwargs)
 
         def rewritten(*arrays: Any) -> Any:
-            jaxpr, shape = _traced_in_float32(flat, arrays)
+            with refusing_sites(_name_of(self.fn)):
+                jaxpr, shape = _traced_in_float32(flat, arrays)
             args, kwargs = arguments.filled(arrays)
             marks = parameters(self.fn, self.options.params, args, kwargs)
             states = other_state(args, kwargs, self.options.states)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 # --------------------------------------------------------------------------------------------------
@@ -62,7 +63,10 @@ def require_function(fn: Any, what: str, *, takes: str = "a function") -> None:
             "of one."
         )
     if not callable(fn):
-        raise TypeError(f"{what} takes {takes}, but got {shown(fn)} of type {type(fn).__name__}.")
+        end = ": pass its apply." if callable(getattr(fn, "apply", None)) else "."
+        raise TypeError(
+            f"{what} takes {takes}, but got {shown(fn)} of type {type(fn).__name__}{end}"
+        )
     if _is_unbound_linen_module(fn):
         name = type(fn).__name__
         raise TypeError(
@@ -91,6 +95,16 @@ def dtype_and_shape(x: Any) -> str:
 def _is_unbound_linen_module(fn: Any) -> bool:
     of_linen = any((cls.__module__ or "").startswith("flax.linen.") for cls in type(fn).__mro__)
     return of_linen and hasattr(fn, "apply") and getattr(fn, "scope", None) is None
+
+
+def ways_out_of(leaves: Iterable[Any]) -> str:
+    """Returns the end of an error about leaves that can't be differentiated and updated."""
+    if all(hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex)) for leaf in leaves):
+        return ""
+    return (
+        " Of a module with functions or texts among its leaves, give the arrays: params, static = "
+        "eqx.partition(model, eqx.is_inexact_array)."
+    )
 
 
 FROZEN = (

@@ -21,7 +21,7 @@ from policy.core.arrays import (
     path_name,
     working_dtype,
 )
-from policy.core.messages import FROZEN, dtype_and_shape, shortened, shown
+from policy.core.messages import FROZEN, dtype_and_shape, shortened, shown, ways_out_of
 from policy.core.policy import Policy, get_policy
 from policy.core.scope import current_policy, use_policy
 from policy.grads.float32_sums import with_float32_sums
@@ -297,4 +297,5 @@ def _require_differentiable(argument: Any, position: int) -> None:
         raise TypeError(
             f"Argument {position} holds leaves that have no gradient: {', '.join(wrong)}. Pass "
             "integers, booleans and PRNG keys as another argument, outside of argnums."
+            + ways_out_of(leaf for _, leaf in leaves if not is_leaf(leaf))
         )

@@ -23,7 +23,7 @@ from policy.core.arrays import (
     path_name,
     unboxed,
 )
-from policy.core.messages import FROZEN, dtype_and_shape, shortened, warn_once
+from policy.core.messages import FROZEN, dtype_and_shape, shortened, warn_once, ways_out_of
 from policy.core.policy import Policy
 from policy.optim.blockwise import BLOCK, Format, scales_shape
 from policy.optim.moments import StoredInner, asked_forms, has_codes, scales_of, stored_forms
@@ -58,6 +58,7 @@ def check_params(params: Any) -> None:
             f"params should be floating arrays of 16 bits or more, but {shortened(wrong)}. Keep "
             "integers out of the tree that is differentiated and updated. Of shapes, "
             "jax.eval_shape(tx.init, params) makes the shapes of a state."
+            + ways_out_of(leaf for _, leaf in found)
         )
 
 

@@ -27,7 +27,15 @@ from policy.programs.primitives import MATMULS
 from policy.programs.reading.matmul_operands import NO_CODES, Codes, codes_of
 from policy.programs.reading.walk import source_of, walk
 from policy.programs.rewriting.upcast import NO_REFERENCE, Reference, dtype_of, dtypes_of
-from policy.programs.tracing.trace import Arguments, Lowered, Traced, is_array, lowered, trace
+from policy.programs.tracing.trace import (
+    Arguments,
+    Lowered,
+    Traced,
+    arrays_alone,
+    is_array,
+    lowered,
+    trace,
+)
 
 Around = Callable[[Callable[..., Any], ParamsArgument], Callable[..., Any]]
 
@@ -156,7 +164,7 @@ class Call:
 
         def plain(*arrays: Any) -> Any:
             args, kwargs = self.arguments.filled(arrays)
-            return fn(*args, **kwargs)
+            return arrays_alone(fn(*args, **kwargs))
 
         # JAX's errors name the function
         plain.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)

@@ -90,6 +90,16 @@ def is_staged(array: Any) -> bool:
     return False
 
 
+def arrays_alone(tree: Any) -> Any:
+    """Returns a result with None for what is no array in its modules, such as functions."""
+
+    def array(path: Any, leaf: Any) -> Any:
+        in_module = any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
+        return leaf if hasattr(leaf, "dtype") or not in_module else None
+
+    return jax.tree.map_with_path(array, tree)
+
+
 @dataclasses.dataclass(frozen=True)
 class ArrayTree:
     """A tree without the arrays in it: its structure and its other leaves, which are static.
@@ -185,7 +195,7 @@ def trace(fn: Any, *args: Any, **kwargs: Any) -> Traced:
 
     def flat(*arrays: Any) -> Any:
         args, kwargs = arguments.filled(arrays)
-        return fn(*args, **kwargs)
+        return arrays_alone(fn(*args, **kwargs))
 
     flat.__name__ = name
     jaxpr, shape = make_jaxpr(flat, return_shape=True)(*arguments.arrays)
