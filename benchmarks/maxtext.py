@@ -38,7 +38,7 @@ from policy.inspect.traced.call import COMPILER_OPTIONS
 LLAMA2_7B = {"width": 4096, "mlp": 11008, "heads": 32}
 SMALL = {"width": 256, "mlp": 688, "heads": 4}
 WAYS = ("float32", "own bfloat16", "own, float32_logits", "autocast")
-TOKENS, CLASSES = 8192, 32000
+TOKENS, CLASSES = 8192, (32000, 128256)  # Llama 2's vocabulary and Llama 3's
 
 
 def layer(dtype: Any, width: int, mlp: int, heads: int, float32_logits: bool = False) -> Any:
@@ -145,12 +145,37 @@ def by_maxtext(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
     """Their head and loss: logits of bfloat16 operands, in float32, and one-hot labels."""
     logits = jnp.dot(x, kernel.astype(jnp.bfloat16)).astype(jnp.float32)
     cross_entropy = importlib.import_module("max_utils").cross_entropy_with_logits
-    return cross_entropy(logits, jax.nn.one_hot(labels, CLASSES), 0.0)[0].mean()
+    one_hot = jax.nn.one_hot(labels, kernel.shape[1])
+    return cross_entropy(logits, one_hot, 0.0)[0].mean()
 
 
 def in_chunks(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
     with use_policy("mixed_bfloat16"):
         return losses.linear_softmax_cross_entropy(x, kernel, labels)
+
+
+def in_float32(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
+    logits = jnp.dot(x.astype(jnp.float32), kernel, precision="highest")
+    return losses.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def gradients() -> Iterator[str]:
+    """Yields errors of a loss and of its gradient by a bfloat16 input and the kernel."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (512, 256), jnp.bfloat16)
+    kernel = jax.random.normal(keys[1], (256, 4096)) / 16
+    labels = jax.random.randint(keys[2], (512,), 0, 4096)
+    wanted, (dx, dkernel) = jax.value_and_grad(in_float32, (0, 1))(x, kernel, labels)
+    for name, loss in LOSSES.items():
+        step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        compiled = step.lower(x, kernel, labels).compile(compiler_options=COMPILER_OPTIONS)
+        found, grads = compiled(x, kernel, labels)
+        errors = [relative_error(a, b) for a, b in zip(grads, (dx, dkernel), strict=True)]
+        errors.insert(0, abs(float(found / wanted) - 1))
+        yield f"{name:22}" + "".join(f"{error:10.1e}" for error in errors)
+
+
+LOSSES = {"MaxText's loss": by_maxtext, "in chunks": in_chunks}
 
 
 def on_v5e() -> Iterator[str]:
@@ -163,11 +188,13 @@ def on_v5e() -> Iterator[str]:
         step = jax.grad(loss_of(program(way, LLAMA2_7B)), (0, 1), has_aux=True)
         figures = measure(target, step, placed(target, (variables, hidden, hidden)))
         yield f"layer, {way:22}{figures.cycles / 1e6:8.2f} M{figures.temporary / 1e9:8.2f} GB"
-    kernel = shape((LLAMA2_7B["width"], CLASSES), jnp.float32)
-    operands = shape((TOKENS, kernel.shape[0]), jnp.bfloat16), kernel, shape((TOKENS,), jnp.int32)
-    for name, loss in (("MaxText's", by_maxtext), ("in chunks", in_chunks)):
-        figures = measure(target, jax.grad(loss, (0, 1)), placed(target, operands))
-        yield f"loss, {name:23}{figures.cycles / 1e6:8.2f} M{figures.temporary / 1e9:8.2f} GB"
+    x, labels = shape((TOKENS, LLAMA2_7B["width"]), jnp.bfloat16), shape((TOKENS,), jnp.int32)
+    for classes in CLASSES:
+        operands = x, shape((LLAMA2_7B["width"], classes), jnp.float32), labels
+        for name, loss in LOSSES.items():
+            figures = measure(target, jax.grad(loss, (0, 1)), placed(target, operands))
+            cost = f"{figures.cycles / 1e6:8.2f} M{figures.temporary / 1e9:8.2f} GB"
+            yield f"{name}, {classes:<12}{cost}"
 
 
 def main() -> None:
@@ -177,7 +204,7 @@ def main() -> None:
     options = parser.parse_args()
     sys.path.insert(0, options.sources)
     print(f"{'':22}{'float32':>7}{'outputs':>10}{'gradients':>10}  findings")
-    for table in (accuracy, states, *([on_v5e] if options.v5e else [])):
+    for table in (accuracy, gradients, states, *([on_v5e] if options.v5e else [])):
         for line in table():
             print(line, flush=True)
         print()
