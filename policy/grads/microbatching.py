@@ -22,6 +22,7 @@ from policy.core.arrays import (
 )
 from policy.core.messages import require_function, shortened, shown
 from policy.grads.loss_scale import ScaledGradients
+from policy.programs.jaxprs import equations_within
 
 T = TypeVar("T")
 
@@ -124,13 +125,13 @@ def accumulate_gradients(
     def body(sums: Any, turn: tuple[Any, Any]) -> tuple[Any, Any]:
         microbatch, weight = turn
         new, stacked = _divided(value_and_grad_fn(params, microbatch))
+        new = jax.tree.map(apart, new)
         return jax.tree_util.tree_map_with_path(lambda *x: _add(weight, *x), sums, new), stacked
 
-    like, _ = jax.eval_shape(
-        lambda p, m: _divided(value_and_grad_fn(p, jax.tree.map(lambda x: x[0], m))),
-        params,
-        microbatches,
-    )
+    first = lambda p, m: _divided(value_and_grad_fn(p, jax.tree.map(lambda x: x[0], m)))  # noqa: E731
+    program, (like, _) = jax.make_jaxpr(first, return_shape=True)(params, microbatches)
+    scattered = _shapes_of_scatters(program)
+    apart = lambda x: lax.optimization_barrier(x) if x.shape in scattered else x  # noqa: E731
     weight_axes = frozenset() if weights is None else varying_axes(weights)
     start = jax.tree_util.tree_map_with_path(lambda path, x: _zero(path, x, weight_axes), like)
     sums, (aux, scales) = lax.scan(body, start, (microbatches, weights))
@@ -170,6 +171,21 @@ def _common(scales: jax.Array) -> jax.Array:
     if not isinstance(same, Tracer) and not same:
         raise ValueError(f"The microbatches' gradients should share one scale, but got {scales}.")
     return jnp.where(same, scales[0], jnp.nan)
+
+
+def _shapes_of_scatters(program: Any) -> frozenset[tuple[int, ...]]:
+    """Returns the shapes of sums over indices, such as an embedding's gradient, that XLA loses.
+
+    XLA writes `total + scatter-add(0, ...)` as a scatter to the total. Where a batch is sharded,
+    the compilers of jax 0.10 and 0.11 for TPUs and GPUs then move the exchange out of the loop, and
+    all devices of a group but the first drop the total: openxla/xla#49143, mended in jax 0.12.
+    """
+    if jax.__version_info__ >= (0, 12):
+        return frozenset()
+    sums = (
+        e for e in equations_within(program.jaxpr, once=True) if e.primitive.name == "scatter-add"
+    )
+    return frozenset(equation.outvars[0].aval.shape for equation in sums)
 
 
 def _zero(path: Any, like: Any, more_axes: frozenset[Any]) -> jax.Array:

@@ -314,6 +314,40 @@ def test_a_weight_s_gradient_is_exchanged_in_the_dtype_of_its_matmul(text, grads
     assert [jnp.dtype(one) for one in kernel] == [jnp.dtype(dtype)]
 
 
+def lookup(wing, dtype_policy):
+    """A table of 16 tokens: its params, and a function of them and of tokens."""
+    if wing == "linen":
+        layer = nn.Embed(16, 4, dtype_policy=dtype_policy)
+        return layer.init(jax.random.key(0), jnp.arange(16)), layer.apply
+    graphdef, params = nnx.split(nnx.Embed(16, 4, rngs=nnx.Rngs(0), dtype_policy=dtype_policy))
+    return params, lambda params, tokens: nnx.merge(graphdef, params)(tokens)
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("model")])
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+@pytest.mark.parametrize("text", ["float64", "float32", POLICY, "bfloat16"])
+def test_microbatches_sum_the_gradient_of_a_table_exactly(wing, text, spec):
+    """Of whole numbers, which float32 adds exactly, and which bfloat16 does not above 256."""
+    with jax.enable_x64(text == "float64"):
+        params, apply = lookup(wing, text)
+        tokens = np.where(RNG.random((64, 16)) < 0.6, 3, RNG.integers(0, 16, (64, 16)))
+        cotangents = RNG.integers(1, 4, (*tokens.shape, 4)).astype(text.replace(POLICY, "float32"))
+        expected = np.zeros((16, 4))
+        np.add.at(expected, tokens, cotangents.astype(np.float64))
+        assert np.all(expected[3] > 512)
+
+        def step(params, batch):
+            loss = lambda params, batch: jnp.sum(apply(params, batch[0]) * batch[1])  # noqa: E731
+            return accumulate_gradients(value_and_grad(loss), params, split_batch(batch, 4))
+
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        params = jax.device_put(params, NamedSharding(mesh, spec))
+        batch = jax.device_put((tokens, cotangents), NamedSharding(mesh, SPLIT))
+        (gradient,) = jax.tree.leaves(jax.jit(step)(params, batch)[1])
+        assert gradient.dtype == ("float64" if text == "float64" else "float32")
+        np.testing.assert_array_equal(gradient * 4, expected)  # the mean over microbatches
+
+
 class EqualBlock(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -1,10 +1,14 @@
 """`accumulate_gradients`: the mean over microbatches, in float32."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import ShapeDtypeStruct
+from jax.sharding import NamedSharding, PartitionSpec
 
 from policy import (
     DynamicLossScale,
@@ -15,6 +19,8 @@ from policy import (
 )
 from policy.core.arrays import OVERWRITE_WITH_GRADIENT
 from policy.grads import accumulate_gradients, split_batch
+from policy.inspect.hlo.dump import without_cache
+from tests.benchmarks.accelerators import target
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(24, 4)), jnp.float32)
@@ -177,6 +183,39 @@ def test_it_holds_one_microbatch_at_a_time():
     names = [equation.primitive.name for equation in jaxpr.eqns]
     assert names.count("scan") == 1
     assert "dot_general" not in names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v5e:2x2", "h100:4"])
+@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("model")])
+def test_a_sum_of_scatters_is_exchanged_before_it_is_added(name, spec):
+    """Compilers of jax 0.10 and 0.11 add first, and lose what devices but the first have added."""
+    mesh = jax.sharding.Mesh(np.reshape(target(name).devices, (2, 2)), ("data", "model"))
+    table = ShapeDtypeStruct((96, 256), jnp.float32, sharding=NamedSharding(mesh, spec))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    batch = ShapeDtypeStruct((16, 8), jnp.int32, sharding=split)
+    fn = value_and_grad(lambda table, tokens: jnp.sum(jnp.square(table[tokens])))
+
+    def by_hand(table, batch):
+        add = lambda total, tokens: (total + fn(table, tokens)[1], None)  # noqa: E731
+        return jax.lax.scan(add, jnp.zeros_like(table), split_batch(batch, 2))[0]
+
+    def ours(table, batch):
+        return accumulate_gradients(fn, table, split_batch(batch, 2))[1]
+
+    def is_last(step):
+        """Whether an exchange of the table's gradient stands behind the loop."""
+        lowered = (
+            jax.jit(step, out_shardings=table.sharding)
+            .trace(table, batch)
+            .lower(lowering_platforms=(target(name).platform,))
+        )
+        with without_cache():
+            entry = lowered.compile().as_text().split("ENTRY")[1]
+        return bool(re.search(r"f32\[(96|48),256\]\S* all-reduce", entry))
+
+    assert not is_last(ours)
+    assert is_last(by_hand) == (jax.__version_info__ < (0, 12))
 
 
 def test_split_batch_keeps_every_example_and_strides():
