@@ -3,16 +3,18 @@
 The python blocks of a page are one program, in a process of its own. A ``text`` block that follows
 one directly is its output, compared with figures and spaces masked. ``<!-- needs: keras -->``
 before a block leaves it out where the package is missing; ``<!-- slow -->`` marks a page's test.
-Links and pictures of a page are there.
+Commands name programs and options that are there, and so are links and pictures of a page.
 """
 
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from policy.command_line.command import _parser
 from tests.eight_devices import ROOT, run_python
 from tests.scripts import docs_script
 
@@ -101,6 +103,51 @@ def test_blocks_are_found_in_tabs_with_their_packages_and_outputs():
         Block("if True:\n    print(2)\n", (), "2\n"),
     ]
     assert masked("a  1.25e-3\n----- -4") == masked("a 3 -- 7") != masked("b 3 -- 7")
+
+
+COMMANDS = {
+    (page, " ".join(command.split()))
+    for page, text in {**PAGES, "README.md": (ROOT / "README.md").read_text("utf-8")}.items()
+    for block in re.findall(r"```(?:bash|console)\n(.*?)```", text, re.DOTALL)
+    for command in re.findall(r"^(?:\$ )?(python .*)$", block.replace("\\\n", ""), re.MULTILINE)
+}
+
+
+def is_command_of_policy(command: str) -> bool:
+    """Whether it is one that the parser of `python -m policy` takes."""
+    words = shlex.split(command, comments=True)
+    if words[:3] != ["python", "-m", "policy"]:
+        return False
+    return callable(_parser().parse_args(words[3:]).run)
+
+
+@pytest.mark.parametrize(("page", "command"), sorted(COMMANDS))
+def test_a_command_of_a_page_names_a_program_and_options_that_it_has(page: str, command: str):
+    """Commands are not run: many take minutes, and their targets are a user's own."""
+    words = shlex.split(command, comments=True)
+    if is_command_of_policy(command):
+        return
+    if words[1] != "-m":
+        program = (ROOT / words[1]).read_text("utf-8")
+    elif words[2].startswith(("benchmarks", "tests")):
+        found = importlib.util.find_spec(words[2])
+        assert found and found.origin
+        package = Path(found.origin).parent
+        program = "".join(file.read_text("utf-8") for file in package.rglob("*.py"))
+    else:
+        return
+    for option in (word for word in words if re.match("--[a-z]", word)):
+        name = option.split("=")[0]
+        assert re.search(rf"['\"]{name}\b|\b{name[2:].replace('-', '_')}\b", program), name
+
+
+def test_the_help_of_each_command_has_an_example_that_it_takes():
+    parser = _parser()
+    (commands,) = (a.choices for a in parser._actions if isinstance(a.choices, dict))
+    for help_text in [parser.format_help(), *(each.format_help() for each in commands.values())]:
+        joined = help_text.replace("\\\n", "")
+        examples = re.findall(r"^    (python -m policy (?!COMMAND).*)$", joined, re.MULTILINE)
+        assert examples and all(map(is_command_of_policy, examples))
 
 
 def test_each_option_of_a_directive_has_a_line_of_its_own():

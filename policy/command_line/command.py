@@ -203,8 +203,21 @@ _EPILOGS = {
 }
 
 
+_HELP = """
+    Reports on the dtypes of JAX programs. For a function train_step in train.py:
+
+        python -m policy audit train.py:train_step --arg f32[784,10] --arg f32[32,784]
+
+    python -m policy COMMAND --help shows each command's options, with examples.
+"""
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m policy", description="Dtype policies for JAX.")
+    parser = argparse.ArgumentParser(
+        prog="python -m policy",
+        description=inspect.cleandoc(_HELP),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     for run, options, text in (
         (_audit, _AUDIT, "the dtypes that a function runs in, found without running it"),
@@ -253,7 +266,7 @@ def _rules_of(options: argparse.Namespace) -> PolicyRules | None:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    """Audits, suggestions and estimates from the shell.
+    """Shows the dtypes that a function runs in, and what loses accuracy or speed. Nothing runs.
 
         python -m policy audit train:loss_fn --arg "{'w': f32[784,10]}" --arg bf16[8,784] --backward
         python -m policy audit models/net.py:example --html net.html --fail-on-findings
@@ -288,7 +301,7 @@ def _audit(options: argparse.Namespace) -> int:
 
 
 def _suggest(options: argparse.Namespace) -> int:
-    """The command ``suggest``: rules within an error budget, from the shell.
+    """Finds the modules to keep in float32, so that the error stays within a budget.
 
         python -m policy suggest net.py:example --error 0.02 --policy mixed_bfloat16
         python -m policy suggest net.py:example --error 0.05 --policy mixed_bfloat16 --matmul f8
@@ -332,7 +345,7 @@ def _filled(leaf: Any) -> Any:
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    """The command ``estimate``: memory, traffic and time under policies, from the shell.
+    """Estimates memory, traffic and time of a step under several policies.
 
         python -m policy estimate run.py:example --on v5e:4x4 --policies f32,mixed_bfloat16,bfloat16
         python -m policy estimate run.py:step --arg f32[4096,4096] --arg bf16[512,4096] --on h100
@@ -382,7 +395,7 @@ def _estimate(options: argparse.Namespace) -> int:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    """The command ``watch``: what the numbers of a training run do, and advice, from its log.
+    """Shows what the numbers of a training run do, with advice, from the run's log.
 
         python -m policy watch run.jsonl --follow
         python -m policy watch run.jsonl --html run.html --fail-on-advice

@@ -315,6 +315,16 @@ def test_apply_without_the_policy_of_init_warns_once_for_a_class():
     assert len(told) == 1
 
 
+def test_apply_without_the_policy_of_init_computes_as_flax_does():
+    model, variables = initialised("p=bf16,c=f32,o=f32")
+    x = ROWS.astype(jnp.bfloat16)
+    with pytest.warns(DtypePolicyWarning, match="^Small was initialised"):
+        y = model.apply(variables, x)
+    expected = flax_nn.Dense(3).apply({"params": variables["params"]["Dense_0"]}, x)
+    assert y.dtype == expected.dtype == jnp.bfloat16
+    assert jnp.array_equal(y, expected)
+
+
 def test_a_traced_init_and_the_global_policy_count():
     for make in (jax.jit, lambda init: lambda *args: jax.eval_shape(init, *args)):
         model = Small()

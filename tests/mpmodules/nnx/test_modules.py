@@ -238,6 +238,8 @@ def test_a_scope_around_a_call_changes_no_layer_and_warns_once(policy, told):
     text = f"^Net was built {told}\\. The scope around this call, .*, changes no nnx layer, because"
     message = str(warned[0].message)
     assert re.match(text, message) and "build the model in" in message
+    with use_policy(None):
+        net(X)
 
 
 def test_a_method_that_init_calls_does_not_warn_that_the_module_has_no_policy():
