@@ -44,6 +44,7 @@ ROOMS: dict[str, Room] = {
     "policy/autocasting": Room("half precision for functions as they are", 2, 9),
     "policy/inspect": Room("reports on programs: dtypes, hazards, errors and costs", 2, 8),
     "policy/sharding": Room("gradients across devices; the collectives of a program", 0, 7),
+    "policy/porting": Room("Flax code without the dtypes that it passes along", 1, 8),
     "policy/command_line": Room("`python -m policy`", 2, 7),
     "policy": Room("the face: the names that `policy` exports", 1, 6),
     "mpmodules/functions": Room("the maths of layers, arrays in and arrays out", 0, 5),

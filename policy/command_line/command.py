@@ -1,4 +1,4 @@
-"""Audits, suggestions, estimates and runs from the shell: ``python -m policy``."""
+"""Audits, suggestions, estimates, runs and ports from the shell: ``python -m policy``."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from policy.command_line.arguments import (
     shardings_of,
     target_of,
 )
+from policy.command_line.port import port_files
 from policy.command_line.watch import show_run
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
@@ -191,6 +192,10 @@ _WATCH = {
     "--follow": _switch("print it again when the file has grown, until an interrupt"),
     "--fail-on-advice": _switch("exit with 1 if there is advice"),
 }
+_PORT = {
+    "files": _option("FILE", "the Python files of a model and its trainer", nargs="+"),
+    "--write": _switch("replace the files, all of them or none"),
+}
 
 
 def _kinds(title: str, kinds: Mapping[str, str]) -> str:
@@ -224,6 +229,7 @@ def _parser() -> argparse.ArgumentParser:
         (_suggest, _SUGGEST, "rules that keep a function within a given error of float32"),
         (_estimate, _ESTIMATE, "memory, traffic and time of a step on devices you need not have"),
         (_watch, _WATCH, "the numbers of a training run, and advice, from the log of its monitor"),
+        (_port, _PORT, "Flax code without the dtypes that it passes along, as a diff"),
     ):
         name = run.__name__.removeprefix("_")
         command = commands.add_parser(
@@ -233,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
             epilog=_EPILOGS.get(name),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        for flag, given in (options if run is _watch else _CALL | options).items():
+        for flag, given in (options if run in (_watch, _port) else _CALL | options).items():
             command.add_argument(flag, **given)
         command.set_defaults(run=run)
     return parser
@@ -405,6 +411,20 @@ def _watch(options: argparse.Namespace) -> int:
     _require_outputs(options.html, None)
     advice = show_run(options.file, options.html, follow=options.follow)
     return int(bool(options.fail_on_advice and advice))
+
+
+def _port(options: argparse.Namespace) -> int:
+    """The command ``port``: deletes the dtypes that Flax code passes along by hand.
+
+        python -m policy port models.py train.py
+        python -m policy port models.py train.py --write
+
+    Layers are imported from mpmodules. Fields, parameters, arguments, casts and variables that only
+    pass a dtype along go, and DynamicScale with its branches. Lines that need a reader are listed
+    with their reason. Give all files of a model at once: what another file passes stays.
+    """
+    port_files(options.files, write=options.write)
+    return 0
 
 
 def _asked_of_estimate(options: argparse.Namespace) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import pathlib
+import tempfile
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 from flax import nnx as flax_nnx
 
 from policy import use_policy
+from policy.porting.port import port
 from tests.porting import recipe
 
 BATCH, LENGTH = 6, 8
@@ -107,8 +110,18 @@ def by_hand(name: str, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32)
     return _linen(name, model(module.TransformerConfig(num_layers=1, dtype=dtype)), None)
 
 
-def by_policy(name: str, policy: Any, rules: Any = None) -> Model:
-    module = after(name)
+@functools.cache
+def by_command(name: str) -> types.ModuleType:
+    """The module that ``python -m policy port`` makes."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder, f"{name}.py")
+        file.write_text(recipe.without_marks(recipe.before(name)))
+        (ported,), _ = port([str(file)])
+    return recipe.load(ported.after, f"ported_{name}")
+
+
+def by_policy(name: str, policy: Any, rules: Any = None, module_of: Any = after) -> Model:
+    module = module_of(name)
     if name == "imagenet":
         return _linen(name, module.ResNet(STAGES), policy)
     if name == "gemma":

@@ -1,0 +1,342 @@
+"""Reads calls: where an argument that is a dtype goes, and what may stand in its place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import libcst as cst
+
+from policy.porting import dtypes
+from policy.porting.definitions import Callee, last_name
+from policy.porting.dtypes import DATA, Slot
+from policy.porting.edits import is_pure
+from policy.porting.operands import float32_of, is_float_array, is_variable
+from policy.porting.sources import ParsedFile
+
+if TYPE_CHECKING:
+    from policy.porting.flow import DtypeFlow
+
+_COPIES = ("replace", "_replace", "clone", "copy", "create")
+
+
+def read_call(flow: DtypeFlow, source: ParsedFile, node: cst.Call) -> None:
+    """Reads a call: its casts and dtype arguments, and the expressions within."""
+    if not _read_cast(flow, source, node):
+        read = _Call(flow, source, node)
+        for index, arg in enumerate(node.args):
+            if not read.argument(index, arg):
+                flow.visit(source, arg.value)
+    flow.visit(source, node.func)
+
+
+# --------------------------------------------------------------------------------------------------
+# Casts
+# --------------------------------------------------------------------------------------------------
+
+
+def _read_cast(flow: DtypeFlow, source: ParsedFile, node: cst.Call) -> bool:
+    """Reads ``x.astype(dtype)`` and ``jnp.asarray(x, dtype)``; False for other calls."""
+    name, imported = last_name(node.func), source.imported(node.func)
+    is_method = isinstance(node.func, cst.Attribute) and not imported and name == "astype"
+    if is_method and len(node.args) == 1:
+        operand, given = node.func.value, node.args[0]  # type: ignore[union-attr]
+    elif (
+        imported.startswith(("jax.", "numpy."))
+        and name in dtypes.CAST_FUNCTIONS
+        and len(node.args) > 1
+    ):
+        operand, given = node.args[0].value, node.args[1]
+        if given.keyword and given.keyword.value not in ("dtype", "new_dtype"):
+            return False
+    else:
+        return False
+    slots = flow.slots(source, given.value)
+    if slots is None:
+        return False
+    flow.visit(source, operand)
+    if not slots or not slots - {DATA}:
+        _note_cast(flow, source, node, given.value, slots)
+        return True
+    value, statement = _operand_edit(flow, source, node, operand, imported), source.parent(node)
+    if value is None:
+        flow.use(source, given.value, reason="the file doesn't import jax.numpy")
+    elif value == "operand" and _assigns_itself(source, statement, operand):
+        flow.use(source, given.value, edits=[(source.parent(statement), None)])
+    elif value == "operand":
+        parenthesised = _needs_parentheses(source, node, operand)
+        change = functools.partial(
+            _operand_of,
+            is_method=is_method,
+            parenthesised=parenthesised,
+            is_variable=is_variable(source, operand),
+        )
+        flow.use(source, given.value, edits=[(node, change)])
+    else:
+        flow.use(source, given.value, edits=[(given.value, lambda _: value)])
+    return True
+
+
+def _operand_edit(
+    flow: DtypeFlow, source: ParsedFile, node: cst.Call, operand: cst.CSTNode, imported: str
+) -> Any:
+    """Returns "operand" if a cast of floats may go, or the float32 that it is replaced by."""
+    is_numpy = imported.startswith("numpy.")
+    if not is_numpy and is_float_array(flow.project, source, operand):
+        return "operand"
+    return float32_of(source)
+
+
+def _operand_of(
+    updated: cst.Call, *, is_method: bool, parenthesised: bool, is_variable: bool
+) -> cst.BaseExpression:
+    operand = updated.func.value if is_method else updated.args[0].value  # type: ignore
+    if is_variable:
+        return cst.parse_expression("_[...]").with_changes(value=operand)
+    if parenthesised:
+        return operand.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    return operand
+
+
+def _needs_parentheses(source: ParsedFile, node: cst.Call, operand: cst.CSTNode) -> bool:
+    simple = (cst.Name, cst.Attribute, cst.Call, cst.Subscript)
+    if isinstance(operand, simple) or getattr(operand, "lpar", ()):
+        return False
+    is_alone = (cst.Assign, cst.AnnAssign, cst.Return, cst.Arg, cst.Element)
+    return not isinstance(source.parent(node), is_alone)
+
+
+def _assigns_itself(source: ParsedFile, statement: cst.CSTNode, operand: cst.CSTNode) -> bool:
+    """Returns whether ``x = x.astype(dtype)`` would become ``x = x``."""
+    if not isinstance(statement, cst.Assign) or len(statement.targets) != 1:
+        return False
+    return source.code(statement.targets[0].target) == source.code(operand)
+
+
+def _note_cast(
+    flow: DtypeFlow, source: ParsedFile, node: cst.Call, dtype: cst.CSTNode, slots: frozenset[Slot]
+) -> None:
+    """Notes a cast to a constant dtype; one to the dtype of data is float32 for the code."""
+    chosen = flow.constants(source, dtype)
+    if slots or flow.is_scale or not chosen & dtypes.FLOATS:
+        return
+    if chosen & dtypes.HALF_FLOATS:
+        flow.note(source, node, "an explicit cast to a half dtype is obeyed: delete it")
+    else:
+        outer = source.enclosing(node, cst.Call)
+        name = last_name(outer.func) if outer is not None else ""
+        if "softmax" in name or "loss" in name or "entropy" in name:
+            flow.note(source, node, f"{name} runs in float32 under a policy: its cast may go")
+        else:
+            text = "a cast to float32 is obeyed; norms, softmaxes and losses don't need it"
+            flow.note(source, node, text)
+
+
+# --------------------------------------------------------------------------------------------------
+# Arguments
+# --------------------------------------------------------------------------------------------------
+
+
+class _Call:
+    def __init__(self, flow: DtypeFlow, source: ParsedFile, node: cst.Call):
+        self._flow, self._source, self._node = flow, source, node
+        self._name = last_name(node.func)
+        self._is_partial = self._name == "partial"
+
+    @functools.cached_property
+    def _targets(self) -> list[Callee]:
+        project, func = self._flow.project, self._node.func
+        if self._name == "dict":
+            assignment = self._source.parent(self._node)
+            names = [last_name(t.target) for t in getattr(assignment, "targets", ())]
+            return [t for name in names for t in project.unpacked(name)]
+        if self._is_partial:
+            made = project.targets(self._source, self._node)
+            return [Callee(t.kind, t.name, t.definition, 0) for t in made]
+        if isinstance(func, cst.Call):
+            made = project.targets(self._source, func)
+            makers = [] if made else project.targets(self._source, func.func)
+            is_init = self._is_initializer(func)
+            return made or [target for target in makers if is_init or "init" in target.name]
+        return project.targets(self._source, func)
+
+    def _is_initializer(self, func: cst.BaseExpression) -> bool:
+        inner = func.func if isinstance(func, cst.Call) else func
+        return self._flow.project.is_initializer(self._source, inner)
+
+    def argument(self, index: int, arg: cst.Arg) -> bool:
+        """Reads an argument; False if it is no dtype."""
+        flow, source = self._flow, self._source
+        keyword = arg.keyword.value if arg.keyword is not None else None
+        if arg.star:
+            self._star(arg, index)
+            return False
+        slots = flow.slots(source, arg.value)
+        given = self._given(keyword, index)
+        if given:
+            if not is_pure(arg.value):
+                text = f"`{source.code(arg.value)}` is passed to it"
+                flow.keep(given, source, arg, text, chosen=True)
+                return False
+            self._pass(arg, given)
+            return True
+        is_named = keyword is not None and flow.follows(keyword)
+        if slots is None and keyword and is_named:
+            self._poison(arg, keyword)
+        if slots is None or (not slots and not is_named):
+            return False
+        if flow.is_scale:
+            self._block(arg, keyword)
+            return True
+        self._end(arg, keyword, index, slots)
+        return True
+
+    def _star(self, arg: cst.Arg, index: int) -> None:
+        """Keeps the parameters that ``*args`` may hold."""
+        orders = [d for t in self._targets if (d := t.definition) is not None and arg.star == "*"]
+        for definition in orders:
+            left = set(self._flow.project.order(definition)[index:])
+            left -= {other.keyword.value for other in self._node.args if other.keyword}
+            names = [name for name in left if self._flow.follows(name)]
+            kind = "field" if definition.is_class else "argument"
+            slots = [(kind, definition.name, name) for name in names]
+            text = f"`{self._source.code(arg)}` may hold it"
+            self._flow.keep(slots, self._source, arg, text, chosen=True)
+
+    def _given(self, keyword: str | None, index: int) -> set[Slot]:
+        """Returns the slots of the given definitions that an argument is passed to."""
+        flow, found = self._flow, set()
+        for target in self._targets:
+            if target.kind == "any" and keyword and flow.follows(keyword):
+                found |= {flow.field(owner, keyword) for owner in flow.project.owners(keyword)}
+            if target.definition is None:
+                continue
+            order = flow.project.order(target.definition)
+            position = index - int(self._is_partial) + target.bound
+            name = keyword or (order[position] if 0 <= position < len(order) else None)
+            if name is None or not flow.follows(name) or target.name in dtypes.CAST_FUNCTIONS:
+                continue
+            if target.definition.is_class:
+                owner = flow.project.owner(target.name, name)
+                found |= {("field", owner, name)} if owner else set()
+            elif name in target.definition.parameters:
+                found.add(("argument", target.name, name))
+            elif keyword and (owner := flow.project.made_by(target.definition, keyword)):
+                found.add(flow.field(owner, keyword))
+        if self._name in _COPIES and keyword and flow.follows(keyword) and not found:
+            base = getattr(self._node.func, "value", None)
+            classes = flow.project.classes_of(self._source, base) if base is not None else set()
+            owners = classes & flow.project.owners(keyword) or flow.project.owners(keyword)
+            found |= {flow.field(owner, keyword) for owner in owners}
+        return found
+
+    def _pass(self, arg: cst.Arg, given: Iterable[Slot]) -> None:
+        flow, source = self._flow, self._source
+        chosen = flow.constants(source, arg.value)
+        in_module = source.enclosing(self._node, cst.ClassDef) is not None
+        is_constant = chosen == {"float32"} and not flow.slots(source, arg.value)
+        if is_constant and in_module:
+            same = f'dtype_policy="float32" on {self._name} says the same'
+            text = f"`{source.code(arg)}` is a choice: {same}"
+            flow.keep(given, source, arg, text, chosen=True)
+        flow.use(source, arg.value, flows=given, edits=[(arg, None)])
+
+    def _end(self, arg: cst.Arg, keyword: str | None, index: int, slots: frozenset[Slot]) -> None:
+        """Reads an argument of a function that is not given."""
+        flow, source, name = self._flow, self._source, self._name
+        kinds = {target.kind for target in self._targets}
+        imported = source.imported(self._node.func)
+        is_last = (
+            index == len(self._node.args) - 1 or self._node.args[index + 1].keyword is not None
+        )
+        is_init = "init" in name or self._is_initializer(self._node.func)
+        is_param = "param" in name and index >= 2
+        is_layer = "flax" in kinds or is_init or is_param or self._is_flax_class()
+        if is_layer and (keyword is not None or is_init or is_param):
+            if not slots:
+                self._note_layer(arg)
+            elif keyword is not None or is_last:
+                flow.use(source, arg.value, edits=[(arg, None)])
+            elif slots - {DATA}:
+                self._replace(arg)
+        elif not slots - {DATA}:
+            self._note_data(arg, slots)
+            if keyword is not None and flow.follows(keyword):
+                self._poison(arg, keyword)
+        elif keyword in dtypes.RESULT_OPTIONS:
+            flow.use(source, arg.value, edits=[(arg, None)])
+        elif imported.startswith("jax.") or "array" in kinds or name in dtypes.CREATORS:
+            self._array(arg, keyword, index, is_last, imported)
+        else:
+            self._block(arg, keyword)
+
+    def _is_flax_class(self) -> bool:
+        project = self._flow.project
+        found = [t.definition for t in self._targets if t.definition is not None]
+        return bool(found) and all(d.is_class and project.is_flax_class(d) for d in found)
+
+    def _array(
+        self, arg: cst.Arg, keyword: str | None, index: int, is_last: bool, imported: str
+    ) -> None:
+        """Reads the dtype of a function of JAX: it goes, or float32 stands in its place."""
+        flow, source, name = self._flow, self._source, self._name
+        position = dtypes.CREATORS.get(name, dtypes.TYPED.get(name))
+        if keyword != "dtype" and (keyword is not None or index != position):
+            self._block(arg, keyword)
+            return
+        by_default = name in dtypes.CREATORS and not imported.startswith("numpy.")
+        if not by_default or (keyword is None and not is_last):
+            self._replace(arg)
+            return
+        flow.use(source, arg.value, edits=[(arg, None)])
+        function = source.enclosing(self._node, cst.FunctionDef, cst.ClassDef)
+        where = source.code(source.enclosing(self._node, cst.SimpleStatementLine) or self._node)
+        named = f"{where} {function.name.value if function else ''}".lower()
+        if name in ("zeros", "empty") and "cache" in named:
+            text = "a cache is float32 now: policy.compute_dtype() as its dtype halves it"
+            flow.note(source, self._node, text)
+
+    def _replace(self, arg: cst.Arg) -> None:
+        """Puts float32 in the place of a dtype that a function needs."""
+        value = float32_of(self._source)
+        if value is None:
+            self._flow.use(self._source, arg.value, reason="the file doesn't import jax.numpy")
+        else:
+            self._flow.use(self._source, arg.value, edits=[(arg.value, lambda _: value)])
+
+    def _block(self, arg: cst.Arg, keyword: str | None) -> None:
+        """Keeps a dtype that is passed to a function that is not given."""
+        flow, source = self._flow, self._source
+        called = source.code(self._node.func)
+        reason = f"it reaches `{called}`, which is not in the given files"
+        flow.use(source, arg.value, reason=reason)
+        if keyword is not None:
+            self._poison(arg, keyword)
+
+    def _poison(self, arg: cst.Arg, keyword: str) -> None:
+        """Keeps the fields that an argument of an unknown call may be passed to."""
+        project = self._flow.project
+        called = self._source.code(self._node.func)
+        if all(target.kind == "given" for target in self._targets):
+            unpacking = project.splatted.keys() if self._targets else set()
+            values = project.owners(keyword) & (project.values | unpacking)
+            owners = {self._flow.field(owner, keyword) for owner in values}
+            self._flow.keep(owners, self._source, arg, f"`{called}` may pass it", chosen=True)
+
+    def _note_layer(self, arg: cst.Arg) -> None:
+        flow, source = self._flow, self._source
+        chosen = flow.constants(source, arg.value)
+        if chosen & dtypes.HALF_FLOATS:
+            flow.note(source, arg, f"`{source.code(arg)}` is obeyed: delete it, a policy decides")
+        elif "float32" in chosen and dtypes.NORMS.search(self._name):
+            flow.note(source, arg, f"`{source.code(arg)}`: norms run in float32 under a policy")
+        elif "float32" in chosen:
+            text = f'`{source.code(arg)}` is obeyed; dtype_policy="float32" says the same'
+            flow.note(source, arg, text)
+
+    def _note_data(self, arg: cst.Arg, slots: frozenset[Slot]) -> None:
+        flow, source = self._flow, self._source
+        if slots and self._name in ("zeros", "empty", "full"):
+            text = "a buffer in the dtype of data is float32 to the code: policy.compute_dtype()"
+            flow.note(source, arg, text)

@@ -1,0 +1,224 @@
+"""Names that nothing reads after a port, and docstrings of arguments that are gone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import libcst as cst
+
+from policy.porting import dtypes
+from policy.porting.definitions import Project, all_parameters, last_name
+from policy.porting.edits import Edits, is_pure
+from policy.porting.flow import pairs
+from policy.porting.sources import Elsewhere, ParsedFile, nodes_of
+
+Key = tuple[str, str]  # the path of a scope, and a name in it
+
+
+def unused(source: ParsedFile) -> set[Key]:
+    """Returns the names that a file binds and never reads."""
+    return {
+        (_path(source, scope), assignment.name)
+        for scope in source.scopes()
+        for assignment in scope.assignments
+        if hasattr(assignment, "node") and not assignment.references
+    }
+
+
+def _chooses_a_dtype(source: ParsedFile, node: cst.CSTNode | None) -> bool:
+    """Returns whether a function returns constant dtypes and nothing else."""
+    if not isinstance(node, cst.FunctionDef):
+        return False
+    values = [one.value for one in nodes_of(node) if isinstance(one, cst.Return)]
+    names = [source.imported(value) for value in values if value is not None]
+    return bool(values) and len(names) == len(values) and all(map(dtypes.constant, names))
+
+
+def _path(source: ParsedFile, scope: object) -> str:
+    node = getattr(scope, "node", None)
+    if node is None:
+        return ""
+    chain = [node, *source.ancestors(node)]
+    return ".".join(
+        one.name.value for one in chain if isinstance(one, (cst.FunctionDef, cst.ClassDef))
+    )
+
+
+class Unused(dict[ParsedFile, Edits]):
+    """Edits that delete what a port leaves unread; empty if there is nothing.
+
+    Args:
+      before: the names of each file that were unread before the port.
+    """
+
+    def __init__(
+        self, sources: Sequence[ParsedFile], before: Sequence[set[Key]], elsewhere: Elsewhere
+    ):
+        super().__init__((source, Edits(source)) for source in sources)
+        self._project, self._elsewhere = Project(sources), elsewhere
+        for source, known in zip(sources, before, strict=True):
+            self._read(source, known)
+        for edits in self.values():
+            edits.settle()
+
+    def __bool__(self) -> bool:
+        return any(self.values())
+
+    def _read(self, source: ParsedFile, known: set[Key]) -> None:
+        exported = {n.raw_value for n in nodes_of(source.module) if isinstance(n, cst.SimpleString)}
+        for scope in source.scopes():
+            path = _path(source, scope)
+            for assignment in list(scope.assignments):
+                name = assignment.name
+                node = getattr(assignment, "node", None)
+                is_known = (path, name) in known and not _chooses_a_dtype(source, node)
+                if node is None or is_known or name in exported or name.startswith("mpmodules"):
+                    continue
+                if any(one.references for one in scope[name] if hasattr(one, "references")):
+                    continue
+                self._delete(source, scope, node, name)
+
+    def _delete(self, source: ParsedFile, scope: object, node: cst.CSTNode, name: str) -> None:
+        in_function = isinstance(getattr(scope, "node", None), cst.FunctionDef)
+        edits = self[source]
+        if isinstance(node, (cst.Import, cst.ImportFrom)):
+            if not isinstance(node.names, cst.ImportStar):
+                self._delete_import(source, node, name)
+        elif isinstance(node, cst.FunctionDef):
+            is_own = in_function or "dtype" in name or name[0] == "_"
+            in_class = isinstance(source.parent(source.parent(node)), cst.ClassDef)
+            if is_own and not in_class and not self._elsewhere.imports(name):
+                edits.remove(node)
+        elif isinstance(node, cst.Param):
+            if in_function:
+                self._delete_parameter(source, scope.node, name)  # type: ignore[attr-defined]
+        elif isinstance(node, cst.Name):
+            is_alias = "dtype" in name.lower() and not self._elsewhere.imports(name)
+            statement = source.enclosing(node, cst.Assign, cst.AnnAssign)
+            in_class = isinstance(getattr(scope, "node", None), cst.ClassDef)
+            if statement is not None and not in_class and (in_function or is_alias):
+                self._delete_assigned(source, statement, node)
+
+    def _delete_import(
+        self, source: ParsedFile, node: cst.Import | cst.ImportFrom, name: str
+    ) -> None:
+        edits = self[source]
+        assert not isinstance(node.names, cst.ImportStar)
+        for alias in node.names:
+            if (alias.evaluated_alias or alias.evaluated_name.split(".")[0]) == name:
+                edits.remove(alias)
+        if all(edits.change_of(alias) is None for alias in node.names):
+            edits.remove(source.parent(node))
+
+    def _delete_assigned(
+        self, source: ParsedFile, statement: cst.Assign | cst.AnnAssign, node: cst.Name
+    ) -> None:
+        for target, value, places in pairs(statement):
+            if target is node and value is not None and is_pure(value):
+                for place in places or (source.parent(statement),):
+                    self[source].remove(place)
+
+    def _delete_parameter(self, source: ParsedFile, function: cst.FunctionDef, name: str) -> None:
+        """Deletes a parameter that only chose a dtype, with the arguments of all calls."""
+        owner = function.name.value
+        project = self._project
+        defined = project.definitions.get(owner, [])
+        is_called = owner.startswith("__") or len(defined) != 1 or defined[0].is_method
+        if is_called or self._elsewhere.use_of(owner, name, None) or self._elsewhere.imports(owner):
+            return
+        names = defined[0].positional
+        position = names.index(name) if name in names else None
+        found, calls = [], 0
+        for where in project.sources:
+            for node in nodes_of(where.module):
+                if isinstance(node, cst.Call) and last_name(node.func) == owner:
+                    calls += 1
+                    for index, arg in enumerate(node.args):
+                        if arg.star or not is_pure(arg.value):
+                            return
+                        keyword = arg.keyword.value if arg.keyword else None
+                        if keyword == name or (keyword is None and index == position):
+                            found.append((where, arg))
+                elif isinstance(node, cst.Name) and node.value == owner:
+                    known = (cst.Call, cst.FunctionDef, cst.ImportAlias, cst.Attribute)
+                    if not isinstance(where.parent(node), known):
+                        return
+        if not calls:
+            return
+        param = next(p for p in all_parameters(function) if p.name.value == name)
+        for where, node in (*found, (source, param)):
+            self[where].remove(node)
+
+
+# --------------------------------------------------------------------------------------------------
+# Docstrings
+# --------------------------------------------------------------------------------------------------
+
+
+def docstrings(source: ParsedFile, edits: Edits) -> Edits:
+    """Adds the edits of docstrings to those of their arguments, fields and attributes."""
+    for node in nodes_of(source.module):
+        if not isinstance(node, (cst.FunctionDef, cst.ClassDef)):
+            continue
+        names = {
+            name
+            for name, one in _described(node)
+            if (edits.change_of(one) is None and dtypes.DTYPE_NAME.search(name))
+            or dtypes.SCALE_NAME.search(name)
+        }
+        text = _docstring(node)
+        if text is not None and names:
+            edits.add(text, lambda updated, names=names: _without(updated, names))
+    return edits
+
+
+def _described(node: cst.FunctionDef | cst.ClassDef) -> list[tuple[str, cst.CSTNode]]:
+    if isinstance(node, cst.FunctionDef):
+        return [(param.name.value, param) for param in all_parameters(node)]
+    found: list[tuple[str, cst.CSTNode]] = []
+    for line in node.body.body:
+        if isinstance(line, cst.FunctionDef) and line.name.value == "__init__":
+            found += _described(line)
+        elif isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.AnnAssign):
+            found.append((last_name(line.body[0].target), line))
+    return found
+
+
+def _docstring(node: cst.FunctionDef | cst.ClassDef) -> cst.SimpleString | None:
+    first = node.body.body[0] if node.body.body else None
+    inner = first.body[0] if isinstance(first, cst.SimpleStatementLine) else None
+    value = inner.value if isinstance(inner, cst.Expr) else None
+    return value if isinstance(value, cst.SimpleString) else None
+
+
+_HEADER = re.compile(r"\s*(Args|Arguments|Attributes|Parameters|Fields):\s*")
+
+
+def _without(text: cst.SimpleString, names: set[str]) -> cst.SimpleString:
+    """Deletes the entries of names, and the headers of sections that become empty."""
+    entry = re.compile(
+        rf"(\s*)(?::param )?[`*]*(?:{'|'.join(map(re.escape, names))})[`*]*( ?\([^)]*\))?:"
+    )
+    lines: list[str] = []
+    indent: int | None = None
+    for line in text.value.split("\n"):
+        own = len(line) - len(line.lstrip())
+        if indent is not None and line.strip(" \"'") and own > indent:
+            continue
+        indent = None
+        if found := entry.match(line):
+            indent = len(found[1])
+            if line.rstrip().endswith(text.quote):
+                lines.append(found[1] + text.quote)
+            continue
+        lines.append(line)
+    kept: list[str] = []
+    for i, line in enumerate(lines):
+        after = lines[i + 1] if i + 1 < len(lines) else ""
+        if _HEADER.fullmatch(line) and not after.strip(" \"'"):
+            while kept and not kept[-1].strip():
+                kept.pop()
+            continue
+        kept.append(line)
+    return text.with_changes(value="\n".join(kept))

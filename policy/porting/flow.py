@@ -1,0 +1,542 @@
+"""Follows dtypes from fields and parameters to layers, casts and calls; decides which may go."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+
+import libcst as cst
+
+from policy.porting import dtypes
+from policy.porting.calls import read_call
+from policy.porting.definitions import (
+    Project,
+    all_parameters,
+    assigned,
+    is_self,
+    last_name,
+)
+from policy.porting.dtypes import DATA, EXTERNAL, Slot
+from policy.porting.edits import Edits, elements
+from policy.porting.sources import Elsewhere, ParsedFile, nodes_of
+
+_SCALE = (
+    'a loss scale is mixed_precision(tx, policy, loss_scale="dynamic") and '
+    "policy.value_and_grad(..., loss_scale=loss_scale_of(opt_state))"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """A line that is left alone, or that a reader should know of, and why."""
+
+    source: ParsedFile
+    node: cst.CSTNode
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.source.path}:{self.source.line(self.node)}: {self.text}"
+
+
+@dataclasses.dataclass(eq=False)
+class Use:
+    """A use of slots.
+
+    Attributes:
+      flows: the slots that it is passed to.
+      edits: deletes it, if all slots of `flows` go.
+      reason: why it stays; None if it may go.
+    """
+
+    source: ParsedFile
+    node: cst.CSTNode
+    slots: frozenset[Slot]
+    flows: frozenset[Slot] = frozenset()
+    edits: tuple[tuple[cst.CSTNode, object], ...] = ()
+    reason: str | None = None
+
+
+class DtypeFlow:
+    """The slots of a project whose names match a pattern, their uses, and what goes.
+
+    Args:
+      project: the given files.
+      elsewhere: the other files of their packages.
+      pattern: of the names of fields, parameters and variables to follow.
+    """
+
+    def __init__(self, project: Project, elsewhere: Elsewhere, pattern: re.Pattern[str]):
+        self.project, self.elsewhere = project, elsewhere
+        self._pattern = pattern
+        self.is_scale = pattern is dtypes.SCALE_NAME
+        self.uses: list[Use] = []
+        self.notes: list[Note] = []
+        self.kept: dict[Slot, Note] = {}
+        self._chosen: set[Slot] = set()
+        self._declared: dict[Slot, list[tuple[ParsedFile, cst.CSTNode]]] = {}
+        self._tests: list[tuple[ParsedFile, cst.If, frozenset[Slot]]] = []
+        for source in project.sources:
+            self.visit(source, source.module)
+        self._check_owners()
+        self._settle()
+
+    def follows(self, name: str) -> bool:
+        return bool(self._pattern.search(name))
+
+    # ----------------------------------------------------------------------------------------------
+    # Results
+    # ----------------------------------------------------------------------------------------------
+
+    def edits(self, source: ParsedFile) -> Edits:
+        """Returns the edits of a file."""
+        edits = Edits(source)
+        for slot, places in self._declared.items():
+            if slot not in self.kept:
+                for where, node in places:
+                    if where is source:
+                        edits.remove(node)
+        for use in self.uses:
+            goes = not use.slots & self._chosen and not use.flows & self.kept.keys()
+            if use.source is source and use.reason is None and goes:
+                for node, change in use.edits:
+                    edits.add(node, change)
+        edits.settle()
+        return edits
+
+    def removed_names(self) -> set[str]:
+        return {slot[2] for slot in self._declared if slot not in self.kept}
+
+    def left(self) -> list[Note]:
+        """Returns the notes on slots that stay, and on other lines."""
+        own = [note for slot, note in self.kept.items() if slot in self._declared]
+        for kind, owner, name in self._declared.keys() - self.kept.keys():
+            if kind != "local" and (place := self.project.splatted.get(owner)):
+                own.append(Note(*place, f"`{name}` of {owner} goes: `**` should not hold it"))
+        return list({str(note): note for note in (*own, *self.notes)}.values())
+
+    # ----------------------------------------------------------------------------------------------
+    # Fixed point
+    # ----------------------------------------------------------------------------------------------
+
+    def keep(
+        self,
+        slots: Iterable[Slot],
+        source: ParsedFile,
+        node: cst.CSTNode,
+        text: str,
+        chosen: bool = False,
+    ) -> bool:
+        """Keeps slots for a reason; of those that are chosen by a caller, all uses stay too."""
+        self._chosen |= set(slots) if chosen else set()
+        new = [slot for slot in slots if slot not in self.kept and slot not in (DATA, EXTERNAL)]
+        for slot in new:
+            self.kept[slot] = Note(source, node, f"{slot_text(slot)} stays: {text}")
+        return bool(new)
+
+    def _settle(self) -> None:
+        for slot, places in self._declared.items():
+            if not self.is_scale and (text := dtypes.stage(slot[2])):
+                self.keep([slot], *places[0], text, chosen=True)
+        changed = True
+        while changed:
+            changed = False
+            for use in self.uses:
+                changed |= self._settle_use(use)
+            changed = changed or self._settle_tests()
+
+    def _settle_use(self, use: Use) -> bool:
+        if use.reason is not None:
+            return self.keep(use.slots, use.source, use.node, use.reason)
+        stays = next((flow for flow in use.flows if flow in self.kept), None)
+        changed = False
+        if stays is not None:
+            text = f"it reaches {slot_text(stays)}, which stays"
+            changed = self.keep(use.slots | use.flows, use.source, use.node, text)
+        if use.slots & self._chosen and not use.flows <= self._chosen:
+            text = f"{slot_text(min(use.slots & self._chosen))} is passed to it"
+            self.keep(use.flows, use.source, use.node, text, chosen=True)
+            changed = True
+        return changed
+
+    def _settle_tests(self) -> bool:
+        """Keeps the slots that are tested in an `if` that stays."""
+        found = {source: self.edits(source) for source, _, _ in self._tests}
+        changed = False
+        for source, test, slots in self._tests:
+            if not found[source].is_gone(test):
+                text = f"`if {source.code(test.test)}` decides by it"
+                changed |= self.keep(slots, source, test, text)
+        return changed
+
+    def _check_owners(self) -> None:
+        """Keeps what other files pass or read, and parameters of methods that Python calls."""
+        for slot, places in self._declared.items():
+            kind, owner, name = slot
+            for definition in self.project.definitions.get(owner, ()) if kind != "local" else ():
+                order = self.project.order(definition)
+                position = order.index(name) if name in order else None
+                place = self.elsewhere.use_of(owner, name, position)
+                if place:
+                    self.keep([slot], *places[0], f"{place} uses it: port that file too", True)
+                elif kind == "field" and not self.project.is_flax_class(definition):
+                    place = self.elsewhere.reading(("config", "cfg"), name)
+                    if place:
+                        self.keep([slot], *places[0], f"{place} reads it: port that file too")
+            if kind == "argument" and owner in self.project.values:
+                self.keep([slot], *places[0], f"{owner} is passed on as a function", True)
+            if kind == "argument" and re.fullmatch("__\\w+__|setup", owner):
+                self.keep([slot], *places[0], f"{owner} is called through its instances", True)
+
+    # ----------------------------------------------------------------------------------------------
+    # Slots of expressions
+    # ----------------------------------------------------------------------------------------------
+
+    def slots(
+        self, source: ParsedFile, node: cst.CSTNode, depth: int = 6
+    ) -> frozenset[Slot] | None:
+        """Returns the slots that an expression reads if its value is a dtype, or None.
+
+        Of a constant there are none.
+        """
+        if depth == 0:
+            return None
+        parts: tuple[cst.CSTNode, ...] = ()
+        if isinstance(node, cst.Name):
+            return self._of_name(source, node, depth)
+        if isinstance(node, cst.Attribute):
+            return self._of_attribute(source, node)
+        if isinstance(node, cst.SimpleString) and not self.is_scale:
+            return frozenset() if node.raw_value in dtypes.FLOATS else None
+        if isinstance(node, cst.IfExp):
+            parts = node.body, node.orelse
+        elif isinstance(node, cst.BooleanOperation):
+            parts = node.left, node.right
+        elif isinstance(node, cst.Subscript):
+            index = node.slice[0].slice
+            inner = index.value if isinstance(index, cst.Index) else None
+            if isinstance(inner, cst.SimpleString):
+                return frozenset([EXTERNAL]) if self.follows(str(inner.raw_value)) else None
+            return None if inner is None else self.slots(source, inner, depth - 1)
+        elif isinstance(node, cst.Call):
+            return self._of_call(source, node, depth)
+        found = [self.slots_or_none(source, part, depth - 1) for part in parts]
+        if not found or any(slots is None for slots in found):
+            return None
+        return frozenset().union(*(slots for slots in found if slots is not None))
+
+    def slots_or_none(
+        self, source: ParsedFile, node: cst.CSTNode, depth: int = 6
+    ) -> frozenset[Slot] | None:
+        is_none = isinstance(node, cst.Name) and node.value == "None"
+        return frozenset() if is_none else self.slots(source, node, depth)
+
+    def _of_name(self, source: ParsedFile, node: cst.Name, depth: int) -> frozenset[Slot] | None:
+        found: set[Slot] = set()
+        assignments = [a for a in source.assignments(node) if not self._is_scaled(source, a.node)]
+        parameters = [a for a in assignments if isinstance(a.node, cst.Param)]
+        for assignment in assignments:
+            one = assignment.node
+            if isinstance(one, cst.Param):
+                slot = self._of_parameter(source, assignment.scope.node, node.value)
+                if slot is None:
+                    return None
+                found.add(slot)
+            elif isinstance(one, cst.Name) and not parameters:
+                inner = self._of_value(source, one, depth)
+                if inner == {DATA}:
+                    found.add(DATA)
+                elif inner is None or not (self.follows(node.value) or inner):
+                    return None
+                else:
+                    found.add(self._local(source, one))
+            elif not isinstance(one, cst.Name):
+                known = isinstance(one, cst.ImportFrom) and self.follows(node.value)
+                return frozenset([EXTERNAL]) if known else None
+        return frozenset(found) or None
+
+    def _is_scaled(self, source: ParsedFile, node: cst.CSTNode) -> bool:
+        """Returns whether a name is bound under a test of the dynamic scale."""
+        tests = [a.test for a in source.ancestors(node) if self.is_scale and isinstance(a, cst.If)]
+        names = [last_name(n) for test in tests for n in nodes_of(test)]
+        return any(self.follows(name) for name in names)
+
+    def _of_value(self, source: ParsedFile, target: cst.Name, depth: int) -> frozenset[Slot] | None:
+        """Returns the slots that a variable is assigned, None if they are not only dtypes."""
+        value = value_of(source, target)
+        return None if value is None else self.slots_or_none(source, value, depth - 1)
+
+    def _local(self, source: ParsedFile, target: cst.Name) -> Slot:
+        """Returns the slot of an assigned variable: of the parameter, if it is one."""
+        name = target.value
+        scope = source.assignments(target)[0].scope if source.assignments(target) else None
+        owner = getattr(scope, "node", None)
+        parameters = all_parameters(owner) if isinstance(owner, cst.FunctionDef) else []
+        slot = None
+        if owner is not None and name in [param.name.value for param in parameters]:
+            slot = self._of_parameter(source, owner, name)
+        return slot or ("local", str(id(scope)), name)
+
+    def _of_parameter(self, source: ParsedFile, function: cst.CSTNode, name: str) -> Slot | None:
+        if not isinstance(function, cst.FunctionDef) or not self.follows(name):
+            return None
+        if function.name.value == "__init__" and (owner := source.class_of(function)):
+            return self.field(owner, name)
+        return ("argument", function.name.value, name)
+
+    def field(self, class_name: str, name: str) -> Slot:
+        return ("field", self.project.owner(class_name, name) or class_name, name)
+
+    def _of_attribute(self, source: ParsedFile, node: cst.Attribute) -> frozenset[Slot] | None:
+        name, base = node.attr.value, node.value
+        imported = source.imported(node)
+        if imported:
+            is_constant = dtypes.constant(imported) is not None
+            return frozenset() if is_constant and not self.is_scale else None
+        if not self.follows(name):
+            return None
+        if is_self(base):
+            owner = self.project.owner(source.class_of(node) or "", name)
+            return frozenset([("field", owner, name)]) if owner else None
+        is_config = bool(dtypes.CONFIGS.search(last_name(base)))
+        classes = self.project.classes_of(source, base)
+        owners = {o for c in classes if (o := self.project.owner(c, name))}
+        if not owners and name == "dtype" and not is_config:
+            return frozenset([DATA])
+        if not owners:
+            is_model = last_name(base).lower().endswith(("model", "module"))
+            named = [d for o in self.project.owners(name) for d in self.project.classes(o)]
+            same = [d for d in named if self.project.is_flax_class(d) == is_model]
+            owners = {self.field(definition.name, name)[1] for definition in same}
+        return frozenset(("field", owner, name) for owner in owners) or frozenset([EXTERNAL])
+
+    def _of_call(self, source: ParsedFile, node: cst.Call, depth: int) -> frozenset[Slot] | None:
+        name = last_name(node.func)
+        if self.is_scale:
+            return frozenset() if name == "DynamicScale" else None
+        values = [arg.value for arg in node.args]
+        if name in ("dtype", "canonicalize_dtype", "result_type", "promote_types") and values:
+            found = [self.slots_or_none(source, value, depth - 1) for value in values]
+            if any(slots is None for slots in found):
+                return frozenset([DATA]) if source.imported(node.func) else None
+            return frozenset().union(*(slots for slots in found if slots is not None))
+        if name == "getattr" and len(values) > 1 and source.imported(values[0]):
+            return self.slots_or_none(source, values[1], depth - 1)
+        if name == "get" and values and isinstance(values[0], cst.SimpleString):
+            return frozenset([EXTERNAL]) if self.follows(str(values[0].raw_value)) else None
+        if any(self.slots(source, value, depth - 1) for value in values):
+            return None
+        is_known = self.follows(name) and name != "promote_dtype"
+        return frozenset() if is_known and not isinstance(node.func, cst.Call) else None
+
+    # ----------------------------------------------------------------------------------------------
+    # Declarations
+    # ----------------------------------------------------------------------------------------------
+
+    def _declare(self, slot: Slot, source: ParsedFile, node: cst.CSTNode) -> None:
+        self._declared.setdefault(slot, []).append((source, node))
+
+    def _declare_function(self, source: ParsedFile, node: cst.FunctionDef) -> None:
+        for param in all_parameters(node):
+            slot = self._of_parameter(source, node, param.name.value)
+            if slot is not None:
+                self._declare(slot, source, param)
+                if param.default is not None:
+                    self.use(source, param.default, flows=[slot])
+
+    def _declare_fields(self, source: ParsedFile, node: cst.ClassDef) -> None:
+        for line in node.body.body:
+            if not isinstance(line, cst.SimpleStatementLine):
+                continue
+            for target in assigned(line.body[0]):
+                if isinstance(target, cst.Name) and self.follows(target.value):
+                    slot = self.field(node.name.value, target.value)
+                    self._declare(slot, source, line)
+                    value = getattr(line.body[0], "value", None)
+                    if value is not None:
+                        self.use(source, value, flows=[slot])
+
+    def _declare_assigned(self, source: ParsedFile, statement: cst.Assign | cst.AnnAssign) -> None:
+        """Declares variables and attributes that get dtypes, and visits other values."""
+        line = source.parent(statement)
+        for target, value, places in pairs(statement):
+            if value is None:
+                continue
+            slot, reason = self._assigned_slot(source, target, value)
+            if slot is not None and reason is None:
+                for node in places or (line,):
+                    self._declare(slot, source, node)
+                self.use(source, value, flows=[slot])
+            elif slot is not None and reason is not None:
+                self.keep([slot], source, value, reason, chosen=True)
+                self.visit(source, value)
+            elif reason is not None:
+                self.use(source, value, reason=reason)
+            else:
+                self.visit(source, value)
+
+    def _assigned_slot(
+        self, source: ParsedFile, target: cst.BaseExpression, value: cst.BaseExpression
+    ) -> tuple[Slot | None, str | None]:
+        """Returns the slot that an assignment gives a dtype to, and why the dtype stays."""
+        known = self.slots_or_none(source, value)
+        if isinstance(target, cst.Name):
+            slot = self._local(source, target)
+            if slot not in (self._of_name(source, target, 6) or ()):
+                return None, None
+            return slot, "it gets a value that is no dtype" if known is None else None
+        if not isinstance(target, cst.Attribute) or not self.follows(target.attr.value):
+            return None, None
+        if not is_self(target.value):
+            return None, f"it is set on `{source.code(target.value)}`" if known else None
+        slot = self.field(source.class_of(target) or "", target.attr.value)
+        by_data = known is None or known == {DATA}
+        return slot, "its value is decided by data" if by_data else None
+
+    # ----------------------------------------------------------------------------------------------
+    # Uses
+    # ----------------------------------------------------------------------------------------------
+
+    def use(
+        self,
+        source: ParsedFile,
+        node: cst.CSTNode,
+        flows: Iterable[Slot] = (),
+        edits: Iterable[tuple[cst.CSTNode, object]] = (),
+        reason: str | None = None,
+    ) -> None:
+        known, flows = self.slots_or_none(source, node), frozenset(flows)
+        slots = (known or frozenset()) - {DATA, EXTERNAL}
+        chosen = self.constants(source, node) if flows else set()
+        is_named = known is not None or self.follows(last_name(node))
+        if flows and (not is_named or chosen - dtypes.FLOATS):
+            what = ", ".join(chosen - dtypes.FLOATS) or f"`{source.code(node)}`"
+            self.keep(flows, source, node, f"{what} is passed to it", chosen=True)
+        for name in sorted(chosen & dtypes.HALF_FLOATS):
+            self.note(source, node, f"{name} was chosen here: set a policy")
+        self.uses.append(Use(source, node, slots - flows, flows, tuple(edits), reason))
+
+    def note(self, source: ParsedFile, node: cst.CSTNode, text: str) -> None:
+        self.notes.append(Note(source, node, text))
+
+    def constants(self, source: ParsedFile, node: cst.CSTNode) -> set[str]:
+        """Returns the names of constant dtypes in an expression."""
+        texts = (n.raw_value for n in nodes_of(node) if isinstance(n, cst.SimpleString))
+        named = (source.imported(n) for n in nodes_of(node) if isinstance(n, cst.Attribute))
+        found = [dtypes.constant(name) for name in (*texts, *named) if name]
+        return {name for name in found if name}
+
+    def visit(self, source: ParsedFile, node: cst.CSTNode) -> None:
+        if isinstance(node, (cst.Annotation, cst.Import, cst.ImportFrom, cst.Decorator)):
+            return
+        if isinstance(node, cst.BaseExpression):
+            slots = self.slots(source, node)
+            if slots is not None:
+                self._other_use(source, node, slots)
+                return
+        if isinstance(node, cst.If) and self._test(source, node):
+            return
+        if isinstance(node, cst.FunctionDef):
+            self._declare_function(source, node)
+        elif isinstance(node, cst.ClassDef):
+            self._declare_fields(source, node)
+        elif isinstance(node, (cst.Assign, cst.AnnAssign)):
+            if not isinstance(source.parent(source.parent(source.parent(node))), cst.ClassDef):
+                self._declare_assigned(source, node)
+                return
+        elif isinstance(node, cst.Call):
+            read_call(self, source, node)
+            return
+        elif isinstance(node, cst.Attribute):
+            self.visit(source, node.value)
+            return
+        elif isinstance(node, cst.Param):
+            if node.default is not None and not self.follows(node.name.value):
+                self.visit(source, node.default)
+            return
+        elif isinstance(node, cst.Assert) and self._assertion(source, node):
+            return
+        for child in node.children:
+            self.visit(source, child)
+
+    def _test(self, source: ParsedFile, node: cst.If) -> bool:
+        """Reads an `if` by slots; returns whether its branches are read too."""
+        inner = node.test
+        while isinstance(inner, (cst.UnaryOperation, cst.Comparison)):
+            inner = inner.expression if isinstance(inner, cst.UnaryOperation) else inner.left
+        slots = (self.slots(source, inner) or frozenset()) - {DATA, EXTERNAL}
+        if not slots:
+            return False
+        if not self.is_scale:
+            self._tests.append((source, node, slots))
+            for child in (node.body, node.orelse):
+                if child is not None:
+                    self.visit(source, child)
+            return True
+        code = source.code(node.test)
+        negated = code.startswith("not ") or code.endswith("is None")
+        branch = node.body if negated else node.orelse
+        self.use(source, inner, edits=[(node, ("inline", branch))])
+        self.note(source, node, _SCALE)
+        if branch is not None:
+            self.visit(source, branch)
+        return True
+
+    def _assertion(self, source: ParsedFile, node: cst.Assert) -> bool:
+        """Deletes an assertion about a dtype that is passed along."""
+        inner = [n for n in nodes_of(node.test) if isinstance(n, (cst.Name, cst.Attribute))]
+        found = [n for n in inner if (self.slots(source, n) or frozenset()) - {DATA}]
+        for one in found:
+            self.use(source, one, edits=[(source.parent(node), None)])
+        return bool(found)
+
+    def _other_use(self, source: ParsedFile, node: cst.CSTNode, slots: frozenset[Slot]) -> None:
+        """Reads a use that is neither an argument nor a value of an assignment."""
+        parent = source.parent(node)
+        slots -= {DATA, EXTERNAL}
+        if isinstance(parent, cst.Expr) or not slots:
+            return
+        what = {
+            cst.Return: "it is returned",
+            cst.ComparisonTarget: "it is compared",
+            cst.Comparison: "it is compared",
+            cst.DictElement: "it is stored in a dict",
+            cst.FormattedStringExpression: "it is printed",
+            cst.Element: "it is stored in a sequence",
+        }.get(type(parent), "its use here is not understood")
+        self.use(source, node, reason=f"{what} in `{_short(source, node)}`")
+
+
+def _short(source: ParsedFile, node: cst.CSTNode) -> str:
+    statement = source.enclosing(node, cst.SimpleStatementLine, cst.If) or node
+    inner = statement.test if isinstance(statement, cst.If) else statement
+    code = source.code(inner)
+    return code if len(code) <= 60 else f"{code[:57]}..."
+
+
+def slot_text(slot: Slot) -> str:
+    kind, owner, name = slot
+    return f"`{name}`" if kind == "local" else f"`{name}` of {owner}"
+
+
+def pairs(
+    statement: cst.Assign | cst.AnnAssign,
+) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression | None, tuple[cst.CSTNode, ...]]]:
+    """Yields targets, their values, and the nodes to remove with them in place of the statement."""
+    if isinstance(statement, cst.AnnAssign):
+        yield statement.target, statement.value, ()
+        return
+    for part in statement.targets:
+        target, both = part.target, elements(part.target, statement.value)
+        if both is None:
+            yield target, statement.value, (part,) if len(statement.targets) > 1 else ()
+        for one, value in both or ():
+            yield one.value, value.value, (one, value)
+
+
+def value_of(source: ParsedFile, target: cst.Name) -> cst.BaseExpression | None:
+    """Returns the value that an assignment gives to a variable, or None."""
+    statement = source.enclosing(target, cst.Assign, cst.AnnAssign, cst.SimpleStatementLine)
+    if not isinstance(statement, (cst.Assign, cst.AnnAssign)):
+        return None
+    return next((value for one, value, _ in pairs(statement) if one is target), None)

@@ -1,0 +1,120 @@
+"""Import lines: Flax's layers become those of mpmodules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import libcst as cst
+
+from policy.porting.sources import ParsedFile, nodes_of
+
+_WINGS = ("linen", "nnx")
+# modules of flax.linen that mpmodules.linen doesn't hold
+_FLAX_ONLY = ("partitioning", "experimental", "kw_only_dataclasses")
+_LAYERS = ("linear", "attention", "normalization", "recurrent", "nn")
+
+
+def ported_imports(source: ParsedFile, notes: list[str]) -> str:
+    """Returns a file's text with its imports from mpmodules.
+
+    Args:
+      notes: gets a line for each import that is left alone.
+    """
+    editing = _Imports(source, notes)
+    return source.module.visit(editing).code
+
+
+class _Imports(cst.CSTTransformer):
+    def __init__(self, source: ParsedFile, notes: list[str]):
+        super().__init__()
+        self._source, self._notes = source, notes
+        whole = [n for n in nodes_of(source.module) if self._is_whole(n)]
+        self._whole = {source.code(node).partition(".")[2] for node in whole}
+        self._is_added = False
+
+    def _is_whole(self, node: cst.CSTNode) -> bool:
+        """Returns whether a node is ``flax.linen``, by `import flax`."""
+        if not isinstance(node, cst.Attribute) or self._source.imported(node) == "":
+            return False
+        return self._source.code(node) in ("flax.linen", "flax.nnx")
+
+    def visit_Import(self, node: cst.Import) -> bool:
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        return False
+
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> Any:
+        if self._is_whole(original_node):
+            return updated_node.with_changes(value=cst.Name("mpmodules"))
+        return updated_node
+
+    def leave_SimpleStatementLine(self, original_node: Any, updated_node: Any) -> Any:
+        if len(updated_node.body) != 1:
+            return updated_node
+        statement = updated_node.body[0]
+        if isinstance(statement, cst.Import):
+            return self._import(updated_node, statement)
+        if isinstance(statement, cst.ImportFrom) and not isinstance(
+            statement.names, cst.ImportStar
+        ):
+            return self._import_from(original_node, updated_node, statement)
+        return updated_node
+
+    def _import(self, line: cst.SimpleStatementLine, statement: cst.Import) -> Any:
+        names = []
+        reads_flax = False
+        for alias in statement.names:
+            name = alias.evaluated_name
+            if alias.asname and name in ("flax.linen", "flax.nnx"):
+                wing = name.partition(".")[2]
+                alias = alias.with_changes(name=_dotted(f"mpmodules.{wing}"))
+            reads_flax |= name.split(".")[0] == "flax" and alias.asname is None
+            names.append(alias)
+        line = line.with_changes(body=[statement.with_changes(names=names)])
+        if not reads_flax or self._is_added or not self._whole:
+            return line
+        self._is_added = True
+        added = [cst.parse_statement(f"import mpmodules.{wing}") for wing in sorted(self._whole)]
+        return cst.FlattenSentinel([line, *added])
+
+    def _import_from(
+        self, original: cst.CSTNode, line: cst.SimpleStatementLine, statement: cst.ImportFrom
+    ) -> Any:
+        module = "" if statement.module is None else self._source.code(statement.module)
+        assert not isinstance(statement.names, cst.ImportStar)
+        if statement.relative or not module.startswith("flax"):
+            return line
+        if module == "flax":
+            moves = [alias.evaluated_name in _WINGS for alias in statement.names]
+            target = "mpmodules"
+        elif module in ("flax.linen", "flax.nnx"):
+            moves = [alias.evaluated_name not in _FLAX_ONLY for alias in statement.names]
+            target = f"mpmodules.{module.partition('.')[2]}"
+        else:
+            parts = module.split(".")
+            if parts[1] in _WINGS and parts[-1] in _LAYERS:
+                text = f"layers of `{module}` are Flax's: import them from mpmodules.{parts[1]}"
+                self._notes.append(f"{self._source.path}:{self._source.line(original)}: {text}")
+            return line
+        moved = [alias for alias, moves_ in zip(statement.names, moves, strict=True) if moves_]
+        left = [alias for alias, moves_ in zip(statement.names, moves, strict=True) if not moves_]
+        if not moved:
+            return line
+        if not left:
+            return line.with_changes(body=[statement.with_changes(module=_dotted(target))])
+        first = line.with_changes(body=[_of_names(statement, left)])
+        second = cst.SimpleStatementLine([_of_names(statement, moved, target)])
+        return cst.FlattenSentinel([first, second])
+
+
+def _of_names(statement: cst.ImportFrom, names: list[cst.ImportAlias], module: str = "") -> Any:
+    last = names[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+    made = statement.with_changes(names=[*names[:-1], last])
+    if module:
+        made = made.with_changes(module=_dotted(module))
+    return made
+
+
+def _dotted(name: str) -> Any:
+    return cst.parse_expression(name)

@@ -1,0 +1,100 @@
+"""Ports files: import lines, dtypes, dynamic loss scales, and the names that nothing reads then."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+
+import libcst as cst
+
+from policy.porting import dtypes
+from policy.porting.cleanup import Unused, docstrings, unused
+from policy.porting.definitions import Project, is_self, last_name
+from policy.porting.flow import DtypeFlow
+from policy.porting.imports import ported_imports
+from policy.porting.sources import Elsewhere, ParsedFile, PortError, nodes_of, read_file
+
+
+@dataclasses.dataclass(frozen=True)
+class Ported:
+    """A file before and after its port."""
+
+    name: str
+    before: str
+    after: str
+
+    def diff(self) -> str:
+        before, after = (text.splitlines(keepends=True) for text in (self.before, self.after))
+        name = self.name.lstrip("/")
+        return "".join(difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"))
+
+    def deleted(self) -> int:
+        """Returns the number of lines that are deleted or changed."""
+        return sum(line[:1] == "-" for line in self.diff().splitlines()[2:])
+
+
+def port(names: Sequence[str]) -> tuple[list[Ported], list[str]]:
+    """Returns the ported files, and the lines that are left alone with their reasons.
+
+    Raises:
+      PortError: a file is not there, or is not Python.
+    """
+    names = list(dict.fromkeys(names))
+    given = [read_file(name) for name in names]
+    elsewhere = Elsewhere([source.path for source in given])
+    before = [unused(source) for source in given]
+    notes: list[str] = []
+    sources = [_with_text(source, ported_imports(source, notes)) for source in given]
+    for pattern in (dtypes.SCALE_NAME, dtypes.DTYPE_NAME):
+        flow = DtypeFlow(Project(sources), elsewhere, pattern)
+        notes += map(str, flow.left())
+        sources = _edited(sources, flow)
+    while True:
+        cleaned = Unused(sources, before, elsewhere)
+        if not cleaned:
+            break
+        sources = [_with_text(source, edits.text()) for source, edits in cleaned.items()]
+    for source, old in zip(sources, given, strict=True):
+        if missing := _unbound(source) - _unbound(old):
+            lost = ", ".join(sorted(missing))
+            raise PortError(f"{source.path}: a port would leave {lost} unbound: nothing is ported")
+    pairs = zip(names, given, sources, strict=True)
+    return [Ported(name, a.text, b.text) for name, a, b in pairs], sorted(set(notes))
+
+
+def _unbound(source: ParsedFile) -> set[str]:
+    """Returns the names, and attributes of `self` that are dtypes, that nothing binds."""
+    accesses = [access for scope in source.scopes() for access in scope.accesses]
+    names = {source.code(access.node) for access in accesses if not access.referents}
+    project = Project([source])
+    for node in nodes_of(source.module):
+        is_own = isinstance(node, cst.Attribute) and is_self(node.value)
+        if is_own and dtypes.DTYPE_NAME.search(name := last_name(node)):
+            own = source.class_of(node) or ""
+            if project.owner(own, name) is None:
+                names.add(f"self.{name} of {own}")
+    return names
+
+
+def _edited(sources: Sequence[ParsedFile], flow: DtypeFlow) -> list[ParsedFile]:
+    edits = [docstrings(source, flow.edits(source)) for source in sources]
+    return [_with_text(one.source, one.text()) for one in edits]
+
+
+def _with_text(source: ParsedFile, text: str) -> ParsedFile:
+    """Returns a source with another text, whose lines are those of the file on disk."""
+    if text == source.text:
+        return source
+    before, after = source.text.splitlines(), text.splitlines()
+    lines = [1] * (len(after) + 2)
+    last = 1
+    matched = difflib.SequenceMatcher(None, before, after, False)
+    for tag, i, _, j, j_end in matched.get_opcodes():
+        for k in range(j, j_end):
+            last = source.lines[min(i + (k - j if tag == "equal" else 0), len(before) - 1)]
+            lines[k] = last
+    try:
+        return ParsedFile(source.path, text, lines)
+    except PortError as error:
+        raise AssertionError(f"A port of {source.path} doesn't parse: {error}") from error

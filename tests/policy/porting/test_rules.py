@@ -1,0 +1,490 @@
+"""Each rule of ``python -m policy port`` on a few lines: before, after, and what is left alone."""
+
+import textwrap
+
+import pytest
+
+from policy.porting.port import port
+from policy.porting.sources import PortError
+
+HEAD = """
+import functools
+from typing import Any
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+from flax.training import dynamic_scale as dynamic_scale_lib, train_state
+"""
+
+
+def ported(folder, *texts, head=HEAD):
+    """Returns the texts without their head and blank lines, and what is left alone."""
+    files = [folder / f"file_{i}.py" for i in range(len(texts))]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(head + "MARK = 0\n" + textwrap.dedent(text))
+    found, notes = port([str(file) for file in files])
+    again, _ = port([str(file) for file in files])
+    assert found == again
+    for file, one in zip(files, found, strict=True):
+        compile(one.after, str(file), "exec")
+        file.write_text(one.after)
+    twice, _ = port([str(file) for file in files])
+    assert [one.after for one in twice] == [one.after for one in found]
+    bodies = [one.after.partition("MARK = 0\n")[2] for one in found]
+    return [text_of(body) for body in bodies], "\n".join(n.partition(": ")[2] for n in notes)
+
+
+def text_of(text):
+    return "\n".join(line for line in textwrap.dedent(text).splitlines() if line.strip())
+
+
+RULES = {
+    "field": (
+        """
+        class Mlp(nn.Module):
+            \"\"\"A layer.
+
+            Attributes:
+              width: of the output.
+              dtype: of the computation,
+                and of the output.
+            \"\"\"
+
+            width: int
+            dtype: Any = jnp.float32  # of the computation
+
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(self.width, dtype=self.dtype, name="up")(x)  # grows
+        """,
+        """
+        class Mlp(nn.Module):
+            \"\"\"A layer.
+
+            Attributes:
+              width: of the output.
+            \"\"\"
+
+            width: int
+
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(self.width, name="up")(x)  # grows
+        """,
+    ),
+    "casts of floats": (
+        """
+        class Head(nn.Module):
+            dtype: Any = jnp.float32
+
+            @nn.compact
+            def __call__(self, x):
+                x = nn.Dense(3, dtype=self.dtype)(x)
+                x = x.astype(self.dtype)
+                y = jnp.asarray(x + 1, self.dtype) * 2
+                return jnp.tanh(y).astype(self.dtype)
+        """,
+        """
+        class Head(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                x = nn.Dense(3)(x)
+                y = (x + 1) * 2
+                return jnp.tanh(y)
+        """,
+    ),
+    "casts of what may be integers": (
+        """
+        class Stem(nn.Module):
+            dtype: Any = jnp.float32
+
+            @nn.compact
+            def __call__(self, image, tokens):
+                x = jnp.asarray(image, self.dtype)
+                one_hot = jax.nn.one_hot(tokens, 4, dtype=self.dtype)
+                mask = jnp.array(tokens > 0, dtype=self.dtype)
+                steps = jnp.arange(4, dtype=self.dtype)
+                return nn.Conv(4, (2, 2), dtype=self.dtype)(x), one_hot, mask, steps
+        """,
+        """
+        class Stem(nn.Module):
+            @nn.compact
+            def __call__(self, image, tokens):
+                x = jnp.asarray(image, jnp.float32)
+                one_hot = jax.nn.one_hot(tokens, 4)
+                mask = jnp.array(tokens > 0, dtype=jnp.float32)
+                steps = jnp.arange(4, dtype=jnp.float32)
+                return nn.Conv(4, (2, 2))(x), one_hot, mask, steps
+        """,
+    ),
+    "positional arguments": (
+        """
+        def scaled(x, dtype, power=2):
+            return jnp.exp(x).astype(dtype) ** power
+
+        def table(size, dtype=jnp.float32):
+            return scaled(jnp.zeros((size,), dtype), dtype, 3)
+
+        def use(config):
+            return table(4, config.dtype), scaled(jnp.ones(3, config.dtype), dtype=config.dtype)
+        """,
+        """
+        def scaled(x, power=2):
+            return jnp.exp(x) ** power
+
+        def table(size):
+            return scaled(jnp.zeros((size,)), 3)
+
+        def use(config):
+            return table(4), scaled(jnp.ones(3))
+        """,
+    ),
+    "partial, nnx and parameters": (
+        """
+        class Norm(nnx.Module):
+            def __init__(self, dim, *, rngs, dtype=jnp.float32, param_dtype=jnp.float32):
+                self.dtype = dtype
+                ones = nnx.initializers.ones_init()
+                self.scale = nnx.Param(ones(rngs.params(), (dim,), param_dtype))
+
+            def __call__(self, x):
+                return x * jnp.asarray(self.scale, self.dtype)
+
+
+        class Block(nnx.Module):
+            def __init__(self, config, rngs):
+                dtype = config.dtype
+                linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
+                param_dtype = config.param_dtype
+                norm = functools.partial(Norm, 4, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+                self.up, self.norm = linear(4, 4), norm()
+        """,
+        """
+        class Norm(nnx.Module):
+            def __init__(self, dim, *, rngs):
+                ones = nnx.initializers.ones_init()
+                self.scale = nnx.Param(ones(rngs.params(), (dim,)))
+
+            def __call__(self, x):
+                return x * self.scale[...]
+
+
+        class Block(nnx.Module):
+            def __init__(self, config, rngs):
+                linear = functools.partial(nnx.Linear, rngs=rngs)
+                norm = functools.partial(Norm, 4, rngs=rngs)
+                self.up, self.norm = linear(4, 4), norm()
+        """,
+    ),
+    "classes by other names": (
+        """
+        class Block(nn.Module):
+            norm: Any
+            dtype_mm: str = "float32"
+
+            @nn.compact
+            def __call__(self, x):
+                inits = dict(use_bias=False, dtype=self.dtype_mm)
+                return self.norm(dtype=x.dtype)(nn.Dense(3, **inits)(x))
+
+
+        class Stack(nn.Module):
+            norm: Any = nn.LayerNorm
+            dtype_mm: str = "float32"
+
+            @nn.compact
+            def __call__(self, x):
+                block = nn.remat(Block, prevent_cse=False)
+                cls = block if self.is_initializing() else Block
+                return cls(norm=self.norm, dtype_mm=self.dtype_mm)(x)
+        """,
+        """
+        class Block(nn.Module):
+            norm: Any
+
+            @nn.compact
+            def __call__(self, x):
+                inits = dict(use_bias=False)
+                return self.norm()(nn.Dense(3, **inits)(x))
+
+
+        class Stack(nn.Module):
+            norm: Any = nn.LayerNorm
+
+            @nn.compact
+            def __call__(self, x):
+                block = nn.remat(Block, prevent_cse=False)
+                cls = block if self.is_initializing() else Block
+                return cls(norm=self.norm)(x)
+        """,
+    ),
+    "a chosen dtype": (
+        """
+        class Net(nn.Module):
+            dtype: Any = jnp.float32
+
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(3, dtype=self.dtype)(x)
+
+
+        def model_of(half, width):
+            platform = jax.local_devices()[0].platform
+            # the dtype of the model
+            if half:
+                dtype = jnp.bfloat16 if platform == "tpu" else jnp.float16
+            else:
+                dtype = jnp.float32
+            print(width)
+            return Net(dtype=dtype)
+
+
+        def main(config):
+            return model_of(config.half, width=3)
+        """,
+        """
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(3)(x)
+
+
+        def model_of(width):
+            print(width)
+            return Net()
+
+
+        def main(config):
+            return model_of(width=3)
+        """,
+    ),
+    "dynamic scale": (
+        """
+        class TrainState(train_state.TrainState):
+            batch_stats: Any
+            dynamic_scale: dynamic_scale_lib.DynamicScale
+
+
+        def state_of(params):
+            dynamic_scale, count = None, 0
+            if jax.default_backend() == "gpu":
+                dynamic_scale = dynamic_scale_lib.DynamicScale()
+            return TrainState.create(params=params, step=count, dynamic_scale=dynamic_scale)
+
+
+        def step(state, loss_fn):
+            if state.dynamic_scale:
+                dynamic_scale, finite, loss, grads = state.dynamic_scale.value_and_grad(loss_fn)()
+                state = state.replace(dynamic_scale=dynamic_scale)
+            else:
+                # the plain way
+                loss, grads = jax.value_and_grad(loss_fn)()
+            if state.dynamic_scale:
+                print(finite)
+            return loss, grads
+        """,
+        """
+        class TrainState(train_state.TrainState):
+            batch_stats: Any
+
+
+        def state_of(params):
+            count = 0
+            return TrainState.create(params=params, step=count)
+
+
+        def step(state, loss_fn):
+            # the plain way
+            loss, grads = jax.value_and_grad(loss_fn)()
+            return loss, grads
+        """,
+    ),
+    "assertions and tests of none": (
+        """
+        class Net(nn.Module):
+            dtype: Any = None
+
+            @nn.compact
+            def __call__(self, x):
+                y = nn.Dense(3, dtype=self.dtype)(x)
+                assert y.dtype == jnp.dtype(self.dtype)
+                return y
+        """,
+        """
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                y = nn.Dense(3)(x)
+                return y
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule(name, tmp_path):
+    before, after = RULES[name]
+    (body,), _ = ported(tmp_path, before)
+    assert body == text_of(after)
+
+
+LEFT = {
+    "a file that is not given": (
+        "def f(x, dtype):\n    return other.g(x, dtype)\n",
+        "reaches `other.g`",
+    ),
+    "a stage of its own": (
+        "def f(x, softmax_dtype):\n    return jax.nn.softmax(jnp.exp(x).astype(softmax_dtype))\n",
+        "softmaxes run in float32 under a policy",
+    ),
+    "a router in float32": (
+        """
+        class Router(nn.Module):
+            dtype: Any = jnp.float32
+
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(3, dtype=self.dtype)(x)
+
+
+        class Experts(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return Router(dtype=jnp.float32)(x)
+        """,
+        'dtype_policy="float32" on Router says the same',
+    ),
+    "a layer in float32": (
+        "def f(x):\n    return nn.Dense(3, dtype=jnp.float32)(x)\n",
+        'dtype_policy="float32" says the same',
+    ),
+    "an integer dtype": (
+        "def f(x, dtype):\n    return jnp.zeros(x.shape, dtype)\n"
+        "MASK = f(jnp.ones(3), jnp.int32)\n",
+        "int32 is passed to it",
+    ),
+    "a function as a value": (
+        "def init(key, shape, dtype=jnp.float32):\n    return jnp.zeros(shape, dtype)\n"
+        "LAYER = nn.Dense(3, kernel_init=init)\n",
+        "init is passed on as a function",
+    ),
+    "a test": (
+        "def f(x, dtype):\n    if dtype == jnp.float16:\n        print(x)\n"
+        "    return jnp.exp(x).astype(x.dtype)\n",
+        "`if dtype == jnp.float16` decides by it",
+    ),
+    "a returned dtype": (
+        "class Config:\n    dtype: Any = jnp.float32\n"
+        "    def half(self):\n        return self.dtype\n",
+        "it is returned",
+    ),
+    "a call with another class": (
+        "class Net(nn.Module):\n    dtype: Any = jnp.float32\n"
+        "LAYERS = [Net]\n\ndef f(maker):\n    return maker(dtype=jnp.bfloat16)\n",
+        "`maker` may pass it",
+    ),
+    "arguments in a dict": (
+        "def f(x, options, dtype=None):\n    return jnp.exp(x).astype(dtype)\n"
+        "def g(x, *args):\n    return f(x, *args)\n",
+        "`*args` may hold it",
+    ),
+    "a buffer": (
+        "def f(x):\n    return jnp.zeros((2, 3), x.dtype)\n",
+        "policy.compute_dtype()",
+    ),
+    "a cast to half": (
+        "def f(x):\n    return x.astype(jnp.bfloat16)\n",
+        "an explicit cast to a half dtype is obeyed",
+    ),
+    "a softmax by hand": (
+        "def f(x):\n    return jax.nn.softmax(x.astype(jnp.float32))\n",
+        "softmax runs in float32 under a policy",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_alone_has_its_reason(name, tmp_path):
+    before, reason = LEFT[name]
+    (body,), notes = ported(tmp_path, before)
+    assert body == text_of(before)
+    assert reason in notes
+
+
+def test_a_cache_goes_with_a_note(tmp_path):
+    text = "def init_cache(shape, dtype):\n    return {'k': jnp.zeros(shape, dtype=dtype)}\n"
+    (body,), notes = ported(tmp_path, text)
+    assert body == "def init_cache(shape):\n    return {'k': jnp.zeros(shape)}"
+    assert "policy.compute_dtype()" in notes
+
+
+def test_a_dtype_is_followed_over_files(tmp_path):
+    config = "class Config:\n    dtype: Any = jnp.float32\n    width: int = 3\n"
+    model = (
+        "from file_0 import Config\n\n"
+        "def layer(config: Config, x):\n    return nn.Dense(config.width, dtype=config.dtype)(x)\n"
+    )
+    bodies, _ = ported(tmp_path, config, model)
+    assert bodies[0] == "class Config:\n    width: int = 3"
+    assert "nn.Dense(config.width)(x)" in bodies[1]
+
+
+def test_what_another_file_passes_stays_with_its_effect(tmp_path):
+    text = (
+        "class Net(nn.Module):\n    dtype: Any = jnp.float32\n    @nn.compact\n"
+        "    def __call__(self, x):\n        return nn.Dense(3, dtype=self.dtype)(x)\n"
+    )
+    (tmp_path / "trainer.py").write_text("import file_0\n\nnet = file_0.Net(dtype='bfloat16')\n")
+    (body,), notes = ported(tmp_path, text)
+    assert body == text_of(text)
+    assert "trainer.py:3 uses it: port that file too" in notes
+
+
+IMPORTS = {
+    "from flax import linen as nn": "from mpmodules import linen as nn",
+    "from flax import nnx": "from mpmodules import nnx",
+    "import flax.linen as nn": "import mpmodules.linen as nn",
+    "from flax.linen import Dense, LayerNorm": "from mpmodules.linen import Dense, LayerNorm",
+    "from flax import linen, struct": "from flax import struct\nfrom mpmodules import linen",
+    "from flax import struct": "from flax import struct",
+    "from flax.linen.initializers import zeros": "from flax.linen.initializers import zeros",
+    "import flax\nlayer = flax.linen.Dense(3)": (
+        "import mpmodules.linen\nlayer = mpmodules.linen.Dense(3)"
+    ),
+}
+
+
+@pytest.mark.parametrize("before", IMPORTS)
+def test_import_lines(before, tmp_path):
+    (body,), _ = ported(tmp_path, before, head="")
+    assert body == IMPORTS[before]
+
+
+def test_layers_that_are_imported_from_flax_s_modules_are_named(tmp_path):
+    _, notes = ported(tmp_path, "from flax.linen.attention import SelfAttention\n", head="")
+    assert "import them from mpmodules.linen" in notes
+
+
+def test_unread_imports_go_only_if_the_port_left_them(tmp_path):
+    text = "import os\nfrom typing import Any, Callable\nimport jax.numpy as jnp\n"
+    text += "class C:\n    dtype: Any = jnp.float32\n    f: Callable = print\n"
+    (body,), _ = ported(tmp_path, text, head="")
+    assert body == "import os\nfrom typing import Callable\nclass C:\n    f: Callable = print"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("none.py", None, "does not exist"),
+        ("notes.txt", "x = 1", "is not a .py file"),
+        ("wrong.py", "x = = 1\n", "wrong.py:1: not Python"),
+        ("bytes.py", b"\xff\xfe", "not UTF-8"),
+    ],
+)
+def test_files_that_are_refused(name, text, message, tmp_path):
+    if text is not None:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(PortError, match=message):
+        port([str(tmp_path / name)])
