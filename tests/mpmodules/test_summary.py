@@ -1,6 +1,7 @@
 """`tabulate` shows the policy of each module and where it comes from."""
 
 import contextlib
+import re
 import warnings
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from mpmodules import linen, nnx
-from policy import set_policy, use_policy
+from policy import quantize_params, set_policy, use_policy
 from tests.mpmodules.wings import BOTH, KEY, MIXED, Part, Text, dense, layer_norm, under
 
 CONSOLE = {"width": 240, "no_color": True, "force_terminal": False}
@@ -215,6 +216,32 @@ def test_a_flax_that_draws_its_tables_otherwise_is_refused(monkeypatch):
     text = r"'?_render_table'? is missing.*Pass policy_columns=False"
     with pytest.raises(RuntimeError, match=text):
         Block().tabulate(KEY, X)
+
+
+class Coded(linen.Module):
+    """A parameter of its own, a boxed one, and one that a rule leaves as it is."""
+
+    @linen.compact
+    def __call__(self, x):
+        boxed = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "model"))
+        x = linen.Dense(64, kernel_init=boxed, name="up")(x)
+        w: Any = self.param("w", boxed, (64, 64))
+        return linen.Dense(4, name="head")(x @ w.astype(x.dtype))
+
+
+@pytest.mark.parametrize("text", ["int8", "int4:32"])
+@pytest.mark.parametrize("options", [{}, {"depth": 1, "compute_flops": True}])
+def test_a_summary_shows_parameters_as_the_codes_that_would_be_stored(text, options):
+    text, x = f"params={text},compute=bfloat16", jnp.ones((2, 64))
+    fresh = Coded(dtype_policy="float32").init(KEY, x)
+    expected = quantize_params(linen.unbox(fresh), text, {"head": "float32"})
+    with use_policy(text, {"head": "float32"}):
+        found = Coded().tabulate(KEY, x, console_kwargs=CONSOLE, **options)
+        with pytest.raises(ValueError, match="would be created in int"):
+            Coded().init(KEY, x)
+    leaf = r"\b(?:codes|scales|bias|kernel|w|value): (\w+)\[([\d,]+)\]"
+    shown = sorted((dtype, tuple(map(int, n.split(",")))) for dtype, n in re.findall(leaf, found))
+    assert shown == sorted((x.dtype.name, x.shape) for x in jax.tree.leaves(expected["params"]))
 
 
 def test_what_gave_a_policy_tells_no_two_models_apart():

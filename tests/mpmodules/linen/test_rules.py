@@ -319,8 +319,8 @@ def test_apply_without_the_policy_of_init_computes_as_flax_does():
     model, variables = initialised("p=bf16,c=f32,o=f32")
     x = ROWS.astype(jnp.bfloat16)
     with pytest.warns(DtypePolicyWarning, match="^Small was initialised"):
-        y = model.apply(variables, x)
-    expected = flax_nn.Dense(3).apply({"params": variables["params"]["Dense_0"]}, x)
+        y: Any = model.apply(variables, x)
+    expected: Any = flax_nn.Dense(3).apply({"params": variables["params"]["Dense_0"]}, x)
     assert y.dtype == expected.dtype == jnp.bfloat16
     assert jnp.array_equal(y, expected)
 
