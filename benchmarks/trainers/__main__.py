@@ -15,6 +15,7 @@ identical        whether the port without a policy has upstream's parameter tree
 outputs,         relative L2 error beside float32, of the median of 16 draws: of the port under
 gradients        mixed_bfloat16, of upstream's own dtype option, and of upstream under autocast.
 float32 FLOPs    share of the FLOPs of matmuls, forward and backward, with a float32 operand.
+findings         of `policy.audit`, forward and backward.
 cycles, memory   of layers at their real width, forward and backward, compiled and not run. A GPU's
                  compiler gives no cycles: `time` is then the roofline of its published figures.
 
@@ -25,7 +26,6 @@ has an error above 1.1 times the one beside it.
 from __future__ import annotations
 
 import argparse
-import json
 import pickle
 import statistics
 import subprocess
@@ -147,7 +147,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\n== {name}\n\n{tables.page_table(found)}", flush=True)
         missed += [text for model in found for text in tables.missed(model, found[model])]
         if options.write:
-            tables.RESULTS.joinpath(f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
             tables.write(name, found)
     if options.write:
         tables.write_overview(names())

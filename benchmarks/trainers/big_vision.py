@@ -53,7 +53,7 @@ def models() -> Iterator[Model]:
     part = functools.partial
     small = {"width": 64, "depth": 2, "mlp_dim": 128, "num_heads": 4}
     patches = {**small, "patch_size": (8, 8)}
-    wide = {"variant": "B/16", "depth": 2}
+    wide = {"variant": "B/16", "depth": 1}
     vit = part(_vit, num_classes=10)
     large = Case(
         "", part(_vit, num_classes=1000, **wide), part(_images, batch=64, size=256), _logits, True
@@ -70,7 +70,7 @@ def models() -> Iterator[Model]:
     pairs = part(_pairs, batch=4, size=32, length=8, words=32)
     large = Case(
         "",
-        part(_siglip, image={**wide, "depth": 1}, text={"variant": "B", "depth": 1}, out_dim=768),
+        part(_siglip, image=wide, text={"variant": "B", "depth": 1}, out_dim=768),
         part(_pairs, batch=64, size=256, length=64, words=32_000),
         _embeddings,
         True,

@@ -46,7 +46,7 @@ def _table(lines: Sequence[Sequence[str]], texts: int) -> str:
 def page_table(found: dict[str, Any]) -> str:
     """Returns the table of a trainer's page: a line for each way to run each model."""
     targets = list(dict.fromkeys(target for each in found.values() for target in each["programs"]))
-    lines = [["model", "", "outputs", "gradients", "float32 FLOPs"]]
+    lines = [["model", "", "outputs", "gradients", "float32 FLOPs", "findings"]]
     for target in targets:
         chip = target.partition(":")[0]
         quantity = "time" if target == "h100" else "cycles"
@@ -57,10 +57,12 @@ def page_table(found: dict[str, Any]) -> str:
             programs = [record["programs"].get(target, {}).get(way) for target in targets]
             if errors is None and not any(programs):
                 continue
-            cells = ["", "", ""] if errors is None else [errors, "", ""]
+            cells = ["" if errors is None else errors, "", ""]
             if isinstance(errors, dict):
                 cells = [f"{errors['outputs']:.1e}", f"{errors['gradients']:.1e}"]
                 cells.append(f"{errors['share']:.1%}")
+            kinds = record["findings"].get(way)
+            cells.append("" if kinds is None else str(sum(kinds.values())))
             for target, each in zip(targets, programs, strict=True):
                 cells += ["", ""] if each is None else _program(target, each)
             lines.append([name if way == PORT else "", way, *cells])
@@ -77,7 +79,11 @@ def _program(target: str, figures: dict[str, float]) -> list[str]:
 
 
 def write(name: str, found: dict[str, Any]) -> None:
-    """Puts a trainer's table between the marks of its page, if there is a page."""
+    """Stores a trainer's results, and puts their table between the marks of its page, if there is
+    one.
+    """
+    RESULTS.mkdir(exist_ok=True)
+    RESULTS.joinpath(f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
     page = ROOT / "docs" / "trainers" / f"{name}.md"
     if page.exists():
         page.write_text(into(page.read_text(), page_table(found), *MARKS))
@@ -102,4 +108,5 @@ def _ratios(record: dict[str, Any]) -> Iterator[str]:
     found = record["programs"].get("v5e:1x1", {})
     beside = found.get(OWN, found.get(AUTOCAST))
     for quantity in ("cycles", "memory"):
-        yield f"{found[PORT][quantity] / beside[quantity]:.2f}" if beside else ""
+        ratio = found[PORT][quantity] / beside[quantity] if beside and PORT in found else None
+        yield "" if ratio is None else f"{ratio:.2f}"
