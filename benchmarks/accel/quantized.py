@@ -47,11 +47,9 @@ SMALL = Size(
     layers=2, width=1024, heads=8, key_heads=4, mlp_width=2048, vocabulary=4096, length=256
 )
 EIGHT, FOUR = {"cycles": 0.65, "bytes": 0.65}, {"cycles": 0.45, "bytes": 0.45}
-# The lookup of nf4 binds its cycles.
 FORMATS = {
     **dict.fromkeys(("int8", "int8:32", "float8"), EIGHT),
-    "int4:32": FOUR,
-    "nf4": {"cycles": 0.5, "bytes": 0.45},
+    **dict.fromkeys(("int4:32", "nf4"), FOUR),
 }
 BYTES = 0.5 + 2 / 64  # of a code in nf4 and its part of a scale
 BFLOAT16 = "params=bfloat16,compute=bfloat16,output=bfloat16"

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.core.param_formats import CODES
+from policy.core.param_formats import CODES, NF4
 
 
 def quantised(
@@ -78,31 +78,38 @@ def numbers(codes: jax.Array, name: str, dtype: DTypeLike = jnp.float32) -> jax.
     Args:
       codes: the codes.
       name: one of `CODES`.
-      dtype: that the scaled numbers are rounded to. In bfloat16 those of a table are rounded to it
-        before they are scaled, too, which takes half the selections.
+      dtype: that the scaled numbers are rounded to. In bfloat16 those of NF4 are rounded to it
+        before they are scaled, too: then a polynomial has them.
     """
     table = CODES[name].table
     return codes.astype(jnp.float32) if table is None else _looked_up(codes, table, dtype)
 
 
 def _looked_up(codes: jax.Array, table: tuple[float, ...], dtype: DTypeLike) -> jax.Array:
-    """Returns the numbers of 4-bit codes, by their bits: XLA fuses selections into a matmul, but
-    no lookup.
-    """
+    """Returns the numbers of 4-bit codes without a lookup, which XLA fuses into no matmul."""
     bits = codes.astype(jnp.int32)
-    is_set = [bits & (1 << bit) != 0 for bit in range(4)]
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return _selected([np.float32(number) for number in table], is_set)
-    # A word of 32 bits has two neighbours of the table; the upper half is a float32 number.
-    halves = np.asarray(table, jnp.bfloat16).view(np.uint16).astype(np.uint32)
-    word = _selected(list((halves[::2] << 16 | halves[1::2]).view(np.int32)), is_set[1:])
-    upper = (word << ((bits & 1) << 4)) & np.int32(-(1 << 16))
-    return lax.bitcast_convert_type(upper, jnp.float32)
-
-
-def _selected(numbers: list[Any], is_set: list[jax.Array]) -> Any:
-    """Returns the number whose index has the bits, the lowest first."""
-    for chosen in is_set:
+    if jnp.dtype(dtype) == jnp.bfloat16 and table == NF4:
+        return _nf4_in_bfloat16(bits)
+    numbers: list[Any] = [np.float32(number) for number in table]
+    for bit in range(4):
+        is_set = bits & (1 << bit) != 0
         pairs = zip(numbers[::2], numbers[1::2], strict=True)
-        numbers = [jnp.where(chosen, high, low) for low, high in pairs]
+        numbers = [jnp.where(is_set, high, low) for low, high in pairs]
     return numbers[0]
+
+
+def _nf4_in_bfloat16(codes: jax.Array) -> jax.Array:
+    """Returns the numbers of NF4 rounded to bfloat16, of int32 codes, in 14 operations.
+
+    NF4 has the quantiles of a distribution that is even, but seven of them below 0 and eight above,
+    so they are an odd polynomial of (code - 7) / 7 and (code - 7) / 8. Its coefficients are those
+    of a linear program that keeps each value between a number of bfloat16 and the next, at least
+    0.07 of their distance away from both; the lower bits are cut off.
+    """
+    steps = (codes - 7).astype(jnp.float32)
+    x = steps * jnp.where(steps > 0, np.float32(0.1033958), np.float32(0.1181844))
+    square = x * x
+    inner = square * square + np.float32(0.1333839)
+    odd = x * ((inner * inner + np.float32(0.2853244)) * square + np.float32(0.7668726))
+    upper = lax.bitcast_convert_type(odd, jnp.int32) & np.int32(-(1 << 16))
+    return lax.bitcast_convert_type(upper, jnp.float32)

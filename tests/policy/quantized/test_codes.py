@@ -10,6 +10,7 @@ import pytest
 from policy import QuantizedArray
 from policy.core.param_formats import CODES, NF4, ParamFormat, format_of
 from policy.quantized import products
+from policy.quantized.codes import numbers
 
 # github.com/bitsandbytes-foundation/bitsandbytes, csrc/kernels.cu, dQuantizeNF4: the code i + 1 is
 # taken above the i-th.
@@ -68,6 +69,15 @@ def test_the_table_of_nf4_is_the_papers():
     np.testing.assert_allclose(NF4, levels, rtol=0, atol=2e-6)
     thresholds = (np.array(NF4[1:]) + NF4[:-1]) / 2
     np.testing.assert_allclose(thresholds, NF4_THRESHOLDS, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("run", [jax.jit, lambda function: function])
+def test_nf4_has_the_papers_numbers_bit_for_bit_each_rounded_to_bfloat16(run, dtype):
+    found = run(lambda codes: numbers(codes, "nf4", dtype))(jnp.arange(16, dtype=jnp.uint4))
+    rounded = jnp.asarray(NF4, jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32)
+    bits = [np.asarray(x, np.float32).view(np.uint32) for x in (found, rounded)]
+    np.testing.assert_array_equal(*bits)
 
 
 def test_numbers_around_the_published_thresholds_get_the_published_codes():
