@@ -98,6 +98,8 @@ def dot_product_attention(
     precision: PrecisionLike = None,
     reduction_dtype: DTypeLike = jnp.float32,
     soft_cap: float | None = None,
+    key_scale: Array | None = None,
+    value_scale: Array | None = None,
 ) -> Array:
     """Computes softmax(q k^T / sqrt(H) + bias) v where the weights themselves are not needed.
 
@@ -109,8 +111,10 @@ def dot_product_attention(
     Args:
       query: (B..., T, N, H), half precision.
       key: (B..., S, K, H), `value`: (B..., S, K, any width); the same dtype.
-      bias, mask, is_causal, precision, reduction_dtype, soft_cap: as in
+      bias, mask, is_causal, precision, reduction_dtype, soft_cap, key_scale: as in
         `dot_product_attention_weights`.
+      value_scale: (B..., S, K, 1), which the values are multiplied by, by way of their weights;
+        None is 1.
 
     Returns:
       (B..., T, N, width of `value`) in the values' dtype.
@@ -127,6 +131,8 @@ def dot_product_attention(
         precision=precision,
         reduction_dtype=jnp.dtype(reduction_dtype),
         soft_cap=soft_cap,
+        key_scale=key_scale,
+        value_scale=value_scale,
     )
     heads, key_heads = query.shape[-2], key.shape[-2]
     is_each_or_all = all(
@@ -166,12 +172,16 @@ def _attention(
     precision: PrecisionLike,
     reduction_dtype: DTypeLike,
     soft_cap: float | None,
+    key_scale: Array | None,
+    value_scale: Array | None,
 ) -> Array:
     """Computes attention of as many query heads as key heads, or of any number by XLA's grouped
     matmuls.
     """
-    options = (is_causal, precision, None, reduction_dtype, soft_cap)
+    options = (is_causal, precision, None, reduction_dtype, soft_cap, key_scale)
     logits = _logits(query, key, bias, mask, *options)
+    if value_scale is not None:
+        return _weighted_codes(precision, logits, value, value_scale)
     if not key.shape[-3]:  # no exponential to divide by
         return weighted_values(jnp.zeros(logits.shape, value.dtype), value, precision=precision)
     return cached_inline_jit(_attend, precision)(logits, value)
@@ -232,6 +242,24 @@ def _attend_jvp(
 
 
 _attend.defjvp(_attend_jvp, symbolic_zeros=True)
+
+
+def _weighted_codes(precision: PrecisionLike, logits: Array, codes: Array, scale: Array) -> Array:
+    """Computes softmax(logits) (codes * scale), rounded once.
+
+    The exponentials are multiplied by the scales, and where half precision has not their range,
+    divided by the largest product, so that it is 1.
+    """
+    exponentials = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    total = jnp.sum(exponentials, axis=-1, keepdims=True)
+    scaled = exponentials * by_query_head(scale, logits.shape[-3]).astype(logits.dtype)
+    tiny = np.asarray(jnp.finfo(logits.dtype).tiny, logits.dtype)
+    if jnp.finfo(codes.dtype).tiny > tiny:
+        largest = jnp.maximum(jnp.max(scaled, axis=-1, keepdims=True), tiny)
+        scaled, total = scaled / largest, total / largest
+    weigh = accumulating(functools.partial(weighted_values, precision=precision), logits.dtype)
+    sums = weigh(scaled.astype(codes.dtype), codes)
+    return (sums / jnp.swapaxes(total, -2, -3)).astype(codes.dtype)
 
 
 def dot_product_attention_weights(
@@ -319,8 +347,9 @@ def _logits(
         logits = _dot("...qhgd,...khd->...hgqk", grouped, key, precision, reduction_dtype)
         logits = logits.reshape(*logits.shape[:-4], heads, *logits.shape[-2:])  # (B..., N, T, S)
     if key_scale is not None:
-        logits = logits * by_query_head(key_scale, heads).astype(logits.dtype)
-    if scale != 1:
+        rows = by_query_head(key_scale, heads).astype(logits.dtype)
+        logits = logits * (rows * np.asarray(scale, logits.dtype))
+    elif scale != 1:
         logits = logits * np.asarray(scale, logits.dtype)
     if soft_cap is not None:
         cap = np.asarray(soft_cap, logits.dtype)
@@ -434,43 +463,6 @@ def weighted_values(
     grouped = weights.reshape(*weights.shape[:-3], *groups, *weights.shape[-2:])
     out = einsum("...hgqk,...khd->...qhgd", grouped, value)
     return out.reshape(*out.shape[:-3], heads, out.shape[-1])
-
-
-def weighted_codes(
-    weights: Array,
-    codes: Array,
-    scale: Array,
-    einsum: Callable[..., Array] | None = None,
-    **how: Any,
-) -> Array:
-    """Sums values that are codes times scales by attention weight.
-
-    The weights are multiplied by the scales, and divided by their largest product, so that it is 1
-    in half precision.
-
-    Args:
-      weights: (B..., N, T, S), in reduction_dtype.
-      codes: (B..., S, K, H), in the dtype to multiply in; `scale`: (B..., S, K, 1).
-      einsum: computes the sums instead of ours.
-      **how: `precision` of `weighted_values`.
-
-    Returns:
-      (B..., T, N, H) in the codes' dtype.
-
-    Example:
-      >>> weights, codes = jnp.ones((2, 4, 5, 7)), jnp.ones((2, 7, 4, 8))
-      >>> attention.weighted_codes(weights, codes, jnp.ones((2, 7, 4, 1))).shape
-      (2, 5, 4, 8)
-    """
-    scaled = weights * by_query_head(scale, weights.shape[-3]).astype(weights.dtype)
-    smallest = np.asarray(jnp.finfo(weights.dtype).tiny, weights.dtype)
-    largest = jnp.maximum(jnp.max(scaled, axis=-1, keepdims=True), smallest)
-    parts = (scaled / largest).astype(codes.dtype)
-    if einsum is None:
-        sums = weighted_values(parts, codes, preferred_element_type=weights.dtype, **how)
-    else:
-        sums = einsum("...hqk,...khd->...qhd", parts, codes)
-    return (sums.astype(weights.dtype) * jnp.swapaxes(largest, -2, -3)).astype(codes.dtype)
 
 
 def _dot(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -137,12 +138,11 @@ class AttentionCall:
         """Computes attention weights (B..., N, T, S) in reduction_dtype, rounds and sows them, and
         drops some.
         """
-        wide = self.wide_weights or self.value_scale is not None
         weights = attention.dot_product_attention_weights(
             query,
             key,
             einsum=self.einsum,
-            dtype=None if wide else query.dtype,
+            dtype=None if self.wide_weights else query.dtype,
             key_scale=self.key_scale,
             **self._options,
         )
@@ -184,8 +184,9 @@ class AttentionCall:
             "sown weights": self.module is not None,
             "a custom einsum": bool(self.einsum or self.values_einsum),
             "force_fp32_for_softmax without a policy": self.wide_weights,
-            "keys and values in 8 bits": not (self.key_scale is None and self.value_scale is None),
         }
+        scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
+        has_codes = any(scale is not None for scale in scales.values())
         choice = fused_kernel(
             implementation,
             query,
@@ -193,7 +194,7 @@ class AttentionCall:
             value,
             **self._options,
             attention_axes=self.attention_axes,
-            obstacles=obstacles,
+            obstacles=obstacles | {"keys and values in 8 bits": has_codes},
         )
         attention.check_soft_cap(self.soft_cap)
         with marks.attention(choice.program):
@@ -203,11 +204,11 @@ class AttentionCall:
             if choice.attend is not None:
                 return choice.attend(query, key, value)
             if not any(obstacles.values()):
-                return attention.dot_product_attention(query, key, value, **self._options)
+                return attention.dot_product_attention(query, key, value, **scales, **self._options)
             weights = self.weights(query, key)
             if self.value_scale is not None:
-                how = {"einsum": self.values_einsum, "precision": self.precision}
-                return attention.weighted_codes(weights, value, self.value_scale, **how)
+                wide = (x.astype(reduction_dtype()) for x in (value, self.value_scale))
+                value = operator.mul(*wide).astype(value.dtype)
             if self.values_einsum is not None:
                 return self.values_einsum("...hqk,...khd->...qhd", weights, value)
             return attention.weighted_values(weights, value, precision=self.precision)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx as flax_nnx
 
+import policy
 from mpmodules import linen, nnx
 from policy import audit, get_policy, use_policy
 
@@ -151,17 +152,18 @@ def test_masks_sown_weights_and_causality_are_those_of_a_cache_in_compute_dtype(
         layer: Any = flax_nnx.merge(coded.graph, coded.params, coded.cache, copy=True)
         with warnings.catch_warnings():  # newer releases ask for nnx.capture
             warnings.simplefilter("ignore", DeprecationWarning)
-            layer(X[:, :1], sow_weights=True)
+            y = layer(X[:, :1], sow_weights=True)
         (weights,) = layer.attention_weights.get_value()
     else:
         with use_policy(coded.policy):
-            _, sown = coded.layer.apply(
+            y, sown = coded.layer.apply(
                 {"params": coded.params, "cache": coded.cache},
                 X[:, :1],
                 sow_weights=True,
                 mutable=["cache", "intermediates"],
             )
         (weights,) = sown["intermediates"]["attention_weights"]
+    np.testing.assert_allclose(y, coded.step(coded.cache, X[:, :1])[1], atol=1e-6)
     expected = np.broadcast_to(np.arange(6) == 0, weights.shape)
     np.testing.assert_array_equal(weights, expected.astype(np.float32))
 
@@ -171,6 +173,28 @@ def test_grouped_queries_share_codes_and_scales():
     cache, y = coded.run()
     assert cache["cached_key_scale"].shape == (2, 6, 1, 1)
     np.testing.assert_allclose(y, plain.run()[1], atol=0.05)
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
+def test_scales_of_any_size_multiply_values_within_the_range_of_half_precision(compute):
+    rng, heads = np.random.default_rng(0), 2
+    query = rng.normal(size=(1, 1, 2 * heads, WIDTH))
+    key, value = rng.normal(size=(2, 1, 6, heads, WIDTH))
+    value *= np.array([1e-3, 1, 1, 1e4, 1, 1])[:, None, None]
+    mask = np.array([True, True, True, False, True, True])  # the largest is left out
+    coded = [policy.quantize_cache(jnp.asarray(x, jnp.float32), "int8") for x in (key, value)]
+    held = [np.asarray(x.codes, np.float64) * np.asarray(x.scale, np.float64) for x in coded]
+    query = np.asarray(jnp.asarray(query, compute), np.float64)
+    wide = [np.repeat(x, 2, axis=2)[:, mask] for x in held]
+    logits = np.einsum("bqkh,bskh->bkqs", query, wide[0]) / np.sqrt(WIDTH)
+    weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected = np.einsum("bkqs,bskh->bqkh", weights, wide[1])
+    call = {"mask": jnp.asarray(mask)[None, None, None], "deterministic": True}
+    with use_policy(f"c={compute},o=f32"):
+        for attend in (linen.dot_product_attention, nnx.dot_product_attention):
+            y = attend(jnp.asarray(query, compute), *coded, **call)
+            tolerance = 4 * float(jnp.finfo(compute).eps) * abs(expected).max()
+            np.testing.assert_allclose(np.asarray(y, np.float64), expected, atol=tolerance)
 
 
 def test_layers_scan_over_their_caches():
