@@ -414,7 +414,7 @@ def _watch(options: argparse.Namespace) -> int:
 
 
 def _port(options: argparse.Namespace) -> int:
-    """The command ``port``: deletes the dtypes that Flax code passes along by hand.
+    """Deletes the dtypes that Flax code passes along by hand.
 
         python -m policy port models.py train.py
         python -m policy port models.py train.py --write
