@@ -176,11 +176,22 @@ def test_every_drawn_picture_is_shown(monkeypatch: pytest.MonkeyPatch):
     assert {file.name for file in SHOWN} >= set(docs_script("make_pictures").DRAWN)
 
 
+def anchors_of(path: Path) -> set[str]:
+    """Returns the anchors of a page's headings, as forges and the site make them."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", [*PAGES, "../README.md"])
 def test_the_links_of_a_page_lead_somewhere(page: str):
     """A package index gets the README's as absolute links; pyproject.toml says how."""
     path = ROOT / "docs" / page
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
-    targets = re.findall(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)", text)
-    local = [target for target in targets if not target.startswith(("http://", "https://"))]
-    assert [target for target in local if not (path.parent / target).exists()] == []
+    for target, anchor in re.findall(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)", text):
+        if target.startswith("http"):
+            assert re.match(r"https?://[\w.-]+\.[a-z]+(/|$)", target), target
+            continue
+        file = path.parent / target if target else path
+        assert file.exists(), target
+        assert not anchor or anchor in anchors_of(file), f"{target}#{anchor}"
