@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from policy.porting.definitions import Callee, last_name
 from policy.porting.dtypes import DATA, Slot
 from policy.porting.edits import is_pure
 from policy.porting.operands import float32_of, is_float_array, is_variable
+from policy.porting.slots import value_of
 from policy.porting.sources import ParsedFile
 
 if TYPE_CHECKING:
@@ -56,7 +58,8 @@ def _read_cast(flow: DtypeFlow, source: ParsedFile, node: cst.Call) -> bool:
     if slots is None:
         return False
     flow.visit(source, operand)
-    if not slots or not slots - {DATA}:
+    is_back = slots == {DATA} and _is_back(flow, source, given.value, operand)
+    if not is_back and not slots - {DATA}:
         _note_cast(flow, source, node, given.value, slots)
         return True
     value, statement = _operand_edit(flow, source, node, operand, imported), source.parent(node)
@@ -76,6 +79,19 @@ def _read_cast(flow: DtypeFlow, source: ParsedFile, node: cst.Call) -> bool:
     else:
         flow.use(source, given.value, edits=[(given.value, lambda _: value)])
     return True
+
+
+def _is_back(flow: DtypeFlow, source: ParsedFile, dtype: cst.CSTNode, operand: cst.CSTNode) -> bool:
+    """Returns whether a module casts floats back to the dtype of its input, a float then."""
+    classes = flow.project.classes(source.class_of(operand) or "")
+    bound = source.assignments(dtype) if isinstance(dtype, cst.Name) else []
+    values = [value_of(source, a.node) for a in bound if isinstance(a.node, cst.Name)]
+    text = " ".join(source.code(value) for value in (*values, dtype) if value is not None)
+    return (
+        any(map(flow.project.is_flax_class, classes))
+        and is_float_array(flow.project, source, operand)
+        and re.search("image|pixel|token|mask|index|indices|ids|label", text) is None
+    )
 
 
 def _operand_edit(
@@ -174,6 +190,7 @@ class _Call:
             return False
         slots = flow.slots(source, arg.value)
         given = self._given(keyword, index)
+        flow.passed |= given
         if given:
             if not is_pure(arg.value):
                 text = f"`{source.code(arg.value)}` is passed to it"

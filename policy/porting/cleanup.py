@@ -10,7 +10,7 @@ import libcst as cst
 from policy.porting import dtypes
 from policy.porting.definitions import Project, all_parameters, last_name
 from policy.porting.edits import Edits, is_pure
-from policy.porting.flow import pairs
+from policy.porting.slots import pairs
 from policy.porting.sources import Elsewhere, ParsedFile, nodes_of
 
 Key = tuple[str, str]  # the path of a scope, and a name in it

@@ -140,7 +140,7 @@ class _Editing(cst.CSTTransformer):
         if found.get("kwonly_params") == [] and isinstance(star, cst.ParamStar):
             found["star_arg"] = cst.MaybeSentinel.DEFAULT
             before = found.get("params", updated_node.params)
-            if before and isinstance(star.comma.whitespace_after, cst.ParenthesizedWhitespace):
+            if before:
                 last = original_node.kwonly_params[-1]
                 found["params"] = [*before[:-1], _closed(before[-1], last)]
         return updated_node.with_changes(**found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import libcst as cst
 
@@ -18,7 +18,8 @@ from policy.porting.definitions import (
     last_name,
 )
 from policy.porting.dtypes import DATA, EXTERNAL, Slot
-from policy.porting.edits import Edits, elements
+from policy.porting.edits import Edits
+from policy.porting.slots import SlotReader, pairs
 from policy.porting.sources import Elsewhere, ParsedFile, nodes_of
 
 _SCALE = (
@@ -57,7 +58,7 @@ class Use:
     reason: str | None = None
 
 
-class DtypeFlow:
+class DtypeFlow(SlotReader):
     """The slots of a project whose names match a pattern, their uses, and what goes.
 
     Args:
@@ -67,9 +68,9 @@ class DtypeFlow:
     """
 
     def __init__(self, project: Project, elsewhere: Elsewhere, pattern: re.Pattern[str]):
-        self.project, self.elsewhere = project, elsewhere
-        self._pattern = pattern
-        self.is_scale = pattern is dtypes.SCALE_NAME
+        super().__init__(project, pattern)
+        self.elsewhere = elsewhere
+        self.passed: set[Slot] = set()  # that calls in the given files pass
         self.uses: list[Use] = []
         self.notes: list[Note] = []
         self.kept: dict[Slot, Note] = {}
@@ -80,9 +81,6 @@ class DtypeFlow:
             self.visit(source, source.module)
         self._check_owners()
         self._settle()
-
-    def follows(self, name: str) -> bool:
-        return bool(self._pattern.search(name))
 
     # ----------------------------------------------------------------------------------------------
     # Results
@@ -103,9 +101,6 @@ class DtypeFlow:
                     edits.add(node, change)
         edits.settle()
         return edits
-
-    def removed_names(self) -> set[str]:
-        return {slot[2] for slot in self._declared if slot not in self.kept}
 
     def left(self) -> list[Note]:
         """Returns the notes on slots that stay, and on other lines."""
@@ -183,151 +178,13 @@ class DtypeFlow:
                     place = self.elsewhere.reading(("config", "cfg"), name)
                     if place:
                         self.keep([slot], *places[0], f"{place} reads it: port that file too")
+            is_required = all(getattr(node, "default", 1) is None for _, node in places)
+            if kind == "argument" and slot not in self.passed and is_required:
+                self.keep([slot], *places[0], f"nothing in the given files calls {owner}", True)
             if kind == "argument" and owner in self.project.values:
                 self.keep([slot], *places[0], f"{owner} is passed on as a function", True)
             if kind == "argument" and re.fullmatch("__\\w+__|setup", owner):
                 self.keep([slot], *places[0], f"{owner} is called through its instances", True)
-
-    # ----------------------------------------------------------------------------------------------
-    # Slots of expressions
-    # ----------------------------------------------------------------------------------------------
-
-    def slots(
-        self, source: ParsedFile, node: cst.CSTNode, depth: int = 6
-    ) -> frozenset[Slot] | None:
-        """Returns the slots that an expression reads if its value is a dtype, or None.
-
-        Of a constant there are none.
-        """
-        if depth == 0:
-            return None
-        parts: tuple[cst.CSTNode, ...] = ()
-        if isinstance(node, cst.Name):
-            return self._of_name(source, node, depth)
-        if isinstance(node, cst.Attribute):
-            return self._of_attribute(source, node)
-        if isinstance(node, cst.SimpleString) and not self.is_scale:
-            return frozenset() if node.raw_value in dtypes.FLOATS else None
-        if isinstance(node, cst.IfExp):
-            parts = node.body, node.orelse
-        elif isinstance(node, cst.BooleanOperation):
-            parts = node.left, node.right
-        elif isinstance(node, cst.Subscript):
-            index = node.slice[0].slice
-            inner = index.value if isinstance(index, cst.Index) else None
-            if isinstance(inner, cst.SimpleString):
-                return frozenset([EXTERNAL]) if self.follows(str(inner.raw_value)) else None
-            return None if inner is None else self.slots(source, inner, depth - 1)
-        elif isinstance(node, cst.Call):
-            return self._of_call(source, node, depth)
-        found = [self.slots_or_none(source, part, depth - 1) for part in parts]
-        if not found or any(slots is None for slots in found):
-            return None
-        return frozenset().union(*(slots for slots in found if slots is not None))
-
-    def slots_or_none(
-        self, source: ParsedFile, node: cst.CSTNode, depth: int = 6
-    ) -> frozenset[Slot] | None:
-        is_none = isinstance(node, cst.Name) and node.value == "None"
-        return frozenset() if is_none else self.slots(source, node, depth)
-
-    def _of_name(self, source: ParsedFile, node: cst.Name, depth: int) -> frozenset[Slot] | None:
-        found: set[Slot] = set()
-        assignments = [a for a in source.assignments(node) if not self._is_scaled(source, a.node)]
-        parameters = [a for a in assignments if isinstance(a.node, cst.Param)]
-        for assignment in assignments:
-            one = assignment.node
-            if isinstance(one, cst.Param):
-                slot = self._of_parameter(source, assignment.scope.node, node.value)
-                if slot is None:
-                    return None
-                found.add(slot)
-            elif isinstance(one, cst.Name) and not parameters:
-                inner = self._of_value(source, one, depth)
-                if inner == {DATA}:
-                    found.add(DATA)
-                elif inner is None or not (self.follows(node.value) or inner):
-                    return None
-                else:
-                    found.add(self._local(source, one))
-            elif not isinstance(one, cst.Name):
-                known = isinstance(one, cst.ImportFrom) and self.follows(node.value)
-                return frozenset([EXTERNAL]) if known else None
-        return frozenset(found) or None
-
-    def _is_scaled(self, source: ParsedFile, node: cst.CSTNode) -> bool:
-        """Returns whether a name is bound under a test of the dynamic scale."""
-        tests = [a.test for a in source.ancestors(node) if self.is_scale and isinstance(a, cst.If)]
-        names = [last_name(n) for test in tests for n in nodes_of(test)]
-        return any(self.follows(name) for name in names)
-
-    def _of_value(self, source: ParsedFile, target: cst.Name, depth: int) -> frozenset[Slot] | None:
-        """Returns the slots that a variable is assigned, None if they are not only dtypes."""
-        value = value_of(source, target)
-        return None if value is None else self.slots_or_none(source, value, depth - 1)
-
-    def _local(self, source: ParsedFile, target: cst.Name) -> Slot:
-        """Returns the slot of an assigned variable: of the parameter, if it is one."""
-        name = target.value
-        scope = source.assignments(target)[0].scope if source.assignments(target) else None
-        owner = getattr(scope, "node", None)
-        parameters = all_parameters(owner) if isinstance(owner, cst.FunctionDef) else []
-        slot = None
-        if owner is not None and name in [param.name.value for param in parameters]:
-            slot = self._of_parameter(source, owner, name)
-        return slot or ("local", str(id(scope)), name)
-
-    def _of_parameter(self, source: ParsedFile, function: cst.CSTNode, name: str) -> Slot | None:
-        if not isinstance(function, cst.FunctionDef) or not self.follows(name):
-            return None
-        if function.name.value == "__init__" and (owner := source.class_of(function)):
-            return self.field(owner, name)
-        return ("argument", function.name.value, name)
-
-    def field(self, class_name: str, name: str) -> Slot:
-        return ("field", self.project.owner(class_name, name) or class_name, name)
-
-    def _of_attribute(self, source: ParsedFile, node: cst.Attribute) -> frozenset[Slot] | None:
-        name, base = node.attr.value, node.value
-        imported = source.imported(node)
-        if imported:
-            is_constant = dtypes.constant(imported) is not None
-            return frozenset() if is_constant and not self.is_scale else None
-        if not self.follows(name):
-            return None
-        if is_self(base):
-            owner = self.project.owner(source.class_of(node) or "", name)
-            return frozenset([("field", owner, name)]) if owner else None
-        is_config = bool(dtypes.CONFIGS.search(last_name(base)))
-        classes = self.project.classes_of(source, base)
-        owners = {o for c in classes if (o := self.project.owner(c, name))}
-        if not owners and name == "dtype" and not is_config:
-            return frozenset([DATA])
-        if not owners:
-            is_model = last_name(base).lower().endswith(("model", "module"))
-            named = [d for o in self.project.owners(name) for d in self.project.classes(o)]
-            same = [d for d in named if self.project.is_flax_class(d) == is_model]
-            owners = {self.field(definition.name, name)[1] for definition in same}
-        return frozenset(("field", owner, name) for owner in owners) or frozenset([EXTERNAL])
-
-    def _of_call(self, source: ParsedFile, node: cst.Call, depth: int) -> frozenset[Slot] | None:
-        name = last_name(node.func)
-        if self.is_scale:
-            return frozenset() if name == "DynamicScale" else None
-        values = [arg.value for arg in node.args]
-        if name in ("dtype", "canonicalize_dtype", "result_type", "promote_types") and values:
-            found = [self.slots_or_none(source, value, depth - 1) for value in values]
-            if any(slots is None for slots in found):
-                return frozenset([DATA]) if source.imported(node.func) else None
-            return frozenset().union(*(slots for slots in found if slots is not None))
-        if name == "getattr" and len(values) > 1 and source.imported(values[0]):
-            return self.slots_or_none(source, values[1], depth - 1)
-        if name == "get" and values and isinstance(values[0], cst.SimpleString):
-            return frozenset([EXTERNAL]) if self.follows(str(values[0].raw_value)) else None
-        if any(self.slots(source, value, depth - 1) for value in values):
-            return None
-        is_known = self.follows(name) and name != "promote_dtype"
-        return frozenset() if is_known and not isinstance(node.func, cst.Call) else None
 
     # ----------------------------------------------------------------------------------------------
     # Declarations
@@ -338,7 +195,7 @@ class DtypeFlow:
 
     def _declare_function(self, source: ParsedFile, node: cst.FunctionDef) -> None:
         for param in all_parameters(node):
-            slot = self._of_parameter(source, node, param.name.value)
+            slot = self.of_parameter(source, node, param.name.value)
             if slot is not None:
                 self._declare(slot, source, param)
                 if param.default is not None:
@@ -381,8 +238,8 @@ class DtypeFlow:
         """Returns the slot that an assignment gives a dtype to, and why the dtype stays."""
         known = self.slots_or_none(source, value)
         if isinstance(target, cst.Name):
-            slot = self._local(source, target)
-            if slot not in (self._of_name(source, target, 6) or ()):
+            slot = self.local(source, target)
+            if slot not in (self.of_name(source, target, 6) or ()):
                 return None, None
             return slot, "it gets a value that is no dtype" if known is None else None
         if not isinstance(target, cst.Attribute) or not self.follows(target.attr.value):
@@ -418,13 +275,6 @@ class DtypeFlow:
 
     def note(self, source: ParsedFile, node: cst.CSTNode, text: str) -> None:
         self.notes.append(Note(source, node, text))
-
-    def constants(self, source: ParsedFile, node: cst.CSTNode) -> set[str]:
-        """Returns the names of constant dtypes in an expression."""
-        texts = (n.raw_value for n in nodes_of(node) if isinstance(n, cst.SimpleString))
-        named = (source.imported(n) for n in nodes_of(node) if isinstance(n, cst.Attribute))
-        found = [dtypes.constant(name) for name in (*texts, *named) if name]
-        return {name for name in found if name}
 
     def visit(self, source: ParsedFile, node: cst.CSTNode) -> None:
         if isinstance(node, (cst.Annotation, cst.Import, cst.ImportFrom, cst.Decorator)):
@@ -467,6 +317,9 @@ class DtypeFlow:
         slots = (self.slots(source, inner) or frozenset()) - {DATA, EXTERNAL}
         if not slots:
             return False
+        if not self.is_scale and _refuses(node):
+            self.use(source, inner, edits=[(node, None)])
+            return True
         if not self.is_scale:
             self._tests.append((source, node, slots))
             for child in (node.body, node.orelse):
@@ -486,6 +339,11 @@ class DtypeFlow:
         """Deletes an assertion about a dtype that is passed along."""
         inner = [n for n in nodes_of(node.test) if isinstance(n, (cst.Name, cst.Attribute))]
         found = [n for n in inner if (self.slots(source, n) or frozenset()) - {DATA}]
+        if isinstance(node.test, cst.Comparison) and not self.is_scale and not found:
+            sides = [node.test.left, *(c.comparator for c in node.test.comparisons)]
+            known = [self.slots(source, side) for side in sides]
+            if {DATA} in known and None not in known:
+                found = [] if self.constants(source, node.test) - dtypes.FLOATS else [node.test]
         for one in found:
             self.use(source, one, edits=[(source.parent(node), None)])
         return bool(found)
@@ -507,6 +365,16 @@ class DtypeFlow:
         self.use(source, node, reason=f"{what} in `{_short(source, node)}`")
 
 
+def _refuses(node: cst.If) -> bool:
+    """Returns whether an `if` only raises, for another dtype than one that is named."""
+    statements = [one for line in node.body.body for one in getattr(line, "body", [line])]
+    test = node.test
+    differs = isinstance(test, cst.Comparison) and isinstance(
+        test.comparisons[0].operator, (cst.NotEqual, cst.NotIn)
+    )
+    return differs and node.orelse is None and isinstance(statements[-1], cst.Raise)
+
+
 def _short(source: ParsedFile, node: cst.CSTNode) -> str:
     statement = source.enclosing(node, cst.SimpleStatementLine, cst.If) or node
     inner = statement.test if isinstance(statement, cst.If) else statement
@@ -517,26 +385,3 @@ def _short(source: ParsedFile, node: cst.CSTNode) -> str:
 def slot_text(slot: Slot) -> str:
     kind, owner, name = slot
     return f"`{name}`" if kind == "local" else f"`{name}` of {owner}"
-
-
-def pairs(
-    statement: cst.Assign | cst.AnnAssign,
-) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression | None, tuple[cst.CSTNode, ...]]]:
-    """Yields targets, their values, and the nodes to remove with them in place of the statement."""
-    if isinstance(statement, cst.AnnAssign):
-        yield statement.target, statement.value, ()
-        return
-    for part in statement.targets:
-        target, both = part.target, elements(part.target, statement.value)
-        if both is None:
-            yield target, statement.value, (part,) if len(statement.targets) > 1 else ()
-        for one, value in both or ():
-            yield one.value, value.value, (one, value)
-
-
-def value_of(source: ParsedFile, target: cst.Name) -> cst.BaseExpression | None:
-    """Returns the value that an assignment gives to a variable, or None."""
-    statement = source.enclosing(target, cst.Assign, cst.AnnAssign, cst.SimpleStatementLine)
-    if not isinstance(statement, (cst.Assign, cst.AnnAssign)):
-        return None
-    return next((value for one, value, _ in pairs(statement) if one is target), None)

@@ -60,7 +60,12 @@ def port(names: Sequence[str]) -> tuple[list[Ported], list[str]]:
             lost = ", ".join(sorted(missing))
             raise PortError(f"{source.path}: a port would leave {lost} unbound: nothing is ported")
     pairs = zip(names, given, sources, strict=True)
-    return [Ported(name, a.text, b.text) for name, a, b in pairs], sorted(set(notes))
+    return [Ported(name, a.text, b.text) for name, a, b in pairs], sorted(set(notes), key=_place)
+
+
+def _place(note: str) -> tuple[str, int, str]:
+    path, line, text = note.split(":", 2)
+    return path, int(line), text
 
 
 def _unbound(source: ParsedFile) -> set[str]:

@@ -121,11 +121,13 @@ def read_file(name: str) -> ParsedFile:
 class Elsewhere:
     """The uses of names in the other files of the given files' packages.
 
-    Files are those beside the given ones and, in a package, below its top folder.
+    Files are those beside the given ones and, in a package, below its top folder, if they import
+    a module of a given file's name.
     """
 
     def __init__(self, given: Sequence[Path]):
         own = {path.resolve() for path in given}
+        self._given = {path.parent.name if path.stem == "__init__" else path.stem for path in own}
         found = {file for path in own for file in _neighbours(path)}
         self._calls: dict[str, list[tuple[str, ast.Call]]] = {}
         self._bases: dict[str, str] = {}
@@ -140,7 +142,10 @@ class Elsewhere:
             tree = ast.parse(text)
         except (SyntaxError, ValueError):
             return
-        for node in ast.walk(tree):
+        nodes = list(ast.walk(tree))
+        if not self._given & {name for node in nodes for name in _imported(node)}:
+            return
+        for node in nodes:
             place = f"{file.name}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Call):
                 callee = node.func
@@ -169,6 +174,13 @@ class Elsewhere:
     def reading(self, bases: Sequence[str], name: str) -> str | None:
         """Returns the place of an attribute that is read of one of the names, or None."""
         return next((p for b in bases if (p := self._attributes.get(f"{b}.{name}"))), None)
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """Returns the parts of the names of modules that a statement imports."""
+    names = [alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)]
+    module = getattr(node, "module", None)
+    return [part for name in (*names, module or "") for part in name.split(".")]
 
 
 def _last(node: ast.AST) -> str:

@@ -301,6 +301,47 @@ RULES = {
             return loss, grads
         """,
     ),
+    "casts back to the dtype of a module's input": (
+        """
+        class Norm(nn.Module):
+            @nn.compact
+            def __call__(self, x, tokens):
+                dtype = x.dtype
+                scale = self.param("scale", nn.initializers.zeros, (4,), x.dtype)
+                y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x))) * scale.astype(dtype)
+                one_hot = jax.nn.one_hot(tokens, 4).astype(tokens.dtype)
+                assert y.dtype == dtype
+                return y.astype(dtype), one_hot
+
+
+        def rope(x):
+            return jnp.sin(x).astype(x.dtype)
+
+
+        def use(config):
+            dtype_str = config.dtype_str
+            if dtype_str != "float32":
+                raise ValueError(dtype_str)
+            return nn.Dense(3, dtype=getattr(jnp, dtype_str))
+        """,
+        """
+        class Norm(nn.Module):
+            @nn.compact
+            def __call__(self, x, tokens):
+                scale = self.param("scale", nn.initializers.zeros, (4,))
+                y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x))) * scale
+                one_hot = jax.nn.one_hot(tokens, 4).astype(tokens.dtype)
+                return y, one_hot
+
+
+        def rope(x):
+            return jnp.sin(x).astype(x.dtype)
+
+
+        def use(config):
+            return nn.Dense(3)
+        """,
+    ),
     "assertions and tests of none": (
         """
         class Net(nn.Module):
@@ -332,11 +373,15 @@ def test_a_rule(name, tmp_path):
 
 LEFT = {
     "a file that is not given": (
-        "def f(x, dtype):\n    return other.g(x, dtype)\n",
+        "def f(x, dtype=jnp.float32):\n    return other.g(x, dtype)\n",
         "reaches `other.g`",
     ),
+    "a function that nothing calls": (
+        "def cast(tree, dtype):\n    return jax.tree.map(lambda a: a.astype(dtype), tree)\n",
+        "nothing in the given files calls cast",
+    ),
     "a stage of its own": (
-        "def f(x, softmax_dtype):\n    return jax.nn.softmax(jnp.exp(x).astype(softmax_dtype))\n",
+        "def f(x, softmax_dtype=None):\n    return jax.nn.softmax(jnp.exp(x).astype(softmax_dtype))\n",
         "softmaxes run in float32 under a policy",
     ),
     "a router in float32": (
@@ -371,7 +416,7 @@ LEFT = {
         "init is passed on as a function",
     ),
     "a test": (
-        "def f(x, dtype):\n    if dtype == jnp.float16:\n        print(x)\n"
+        "def f(x, dtype=jnp.float32):\n    if dtype == jnp.float16:\n        print(x)\n"
         "    return jnp.exp(x).astype(x.dtype)\n",
         "`if dtype == jnp.float16` decides by it",
     ),
@@ -414,7 +459,9 @@ def test_what_is_left_alone_has_its_reason(name, tmp_path):
 
 
 def test_a_cache_goes_with_a_note(tmp_path):
-    text = "def init_cache(shape, dtype):\n    return {'k': jnp.zeros(shape, dtype=dtype)}\n"
+    text = (
+        "def init_cache(shape, *, dtype=None):\n    return {'k': jnp.zeros(shape, dtype=dtype)}\n"
+    )
     (body,), notes = ported(tmp_path, text)
     assert body == "def init_cache(shape):\n    return {'k': jnp.zeros(shape)}"
     assert "policy.compute_dtype()" in notes
@@ -460,6 +507,13 @@ IMPORTS = {
 def test_import_lines(before, tmp_path):
     (body,), _ = ported(tmp_path, before, head="")
     assert body == IMPORTS[before]
+
+
+def test_files_that_import_no_given_one_are_not_asked(tmp_path):
+    text = "def f(x, dtype=None):\n    return jnp.exp(x).astype(dtype)\n"
+    (tmp_path / "other.py").write_text("from elsewhere import f\n\ny = f(3, dtype='bfloat16')\n")
+    (body,), _ = ported(tmp_path, text)
+    assert body == "def f(x):\n    return jnp.exp(x)"
 
 
 def test_layers_that_are_imported_from_flax_s_modules_are_named(tmp_path):
