@@ -164,6 +164,8 @@ class SlotReader:
             if any(slots is None for slots in found):
                 return frozenset([DATA]) if source.imported(node.func) else None
             return frozenset().union(*(slots for slots in found if slots is not None))
+        if name == "next" and values and isinstance(values[0], cst.GeneratorExp):
+            return self.slots(source, values[0].elt, depth - 1)
         if name == "getattr" and len(values) > 1 and source.imported(values[0]):
             return self.slots_or_none(source, values[1], depth - 1)
         if name == "get" and values and isinstance(values[0], cst.SimpleString):

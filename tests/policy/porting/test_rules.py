@@ -306,7 +306,7 @@ RULES = {
         class Norm(nn.Module):
             @nn.compact
             def __call__(self, x, tokens):
-                dtype = x.dtype
+                dtype = next(y.dtype for y in (x, x))
                 scale = self.param("scale", nn.initializers.zeros, (4,), x.dtype)
                 y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x))) * scale.astype(dtype)
                 one_hot = jax.nn.one_hot(tokens, 4).astype(tokens.dtype)
@@ -381,7 +381,8 @@ LEFT = {
         "nothing in the given files calls cast",
     ),
     "a stage of its own": (
-        "def f(x, softmax_dtype=None):\n    return jax.nn.softmax(jnp.exp(x).astype(softmax_dtype))\n",
+        "def f(x, softmax_dtype=None):\n"
+        "    return jax.nn.softmax(jnp.exp(x).astype(softmax_dtype))\n",
         "softmaxes run in float32 under a policy",
     ),
     "a router in float32": (
