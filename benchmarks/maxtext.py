@@ -41,11 +41,11 @@ WAYS = ("float32", "own bfloat16", "own, float32_logits", "autocast")
 TOKENS, CLASSES = 8192, (32000, 128256)  # Llama 2's vocabulary and Llama 3's
 
 
-def layer(dtype: Any, width: int, mlp: int, heads: int, float32_logits: bool = False) -> Any:
-    """Returns MaxText's decoder layer with float32 weights."""
-    modules = [importlib.import_module(f"layers.{name}") for name in ("llama2", "attentions")]
-    llama2, attentions = modules
-    llama2.Attention = functools.partial(attentions.Attention, float32_logits=float32_logits)
+def layer(dtype: Any, *, width: int, mlp: int, heads: int, wide: bool = False) -> Any:
+    """Returns MaxText's decoder layer with float32 weights; `wide` is its `float32_logits`."""
+    llama2: Any = importlib.import_module("layers.llama2")
+    attentions: Any = importlib.import_module("layers.attentions")
+    llama2.Attention = functools.partial(attentions.Attention, float32_logits=wide)
     rotary = importlib.import_module("layers.embeddings").RotaryEmbedding
     attentions.RotaryEmbedding = functools.partial(rotary, fprop_dtype=dtype)
     config = SimpleNamespace(
@@ -67,20 +67,20 @@ def layer(dtype: Any, width: int, mlp: int, heads: int, float32_logits: bool = F
     return llama2.LlamaDecoderLayer(config, None)
 
 
-def program(way: str, sizes: dict[str, int]) -> Callable[..., Any]:
+def program(way: str, sizes: dict[str, Any]) -> Callable[..., Any]:
     """Returns the layer as a function of its variables and of (batch, positions, width)."""
     dtype = jnp.bfloat16 if way.startswith("own") else jnp.float32
 
     def apply(variables: Any, x: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
         segments = jnp.ones(x.shape[:2], int)
-        own = layer(dtype, **sizes, float32_logits="logits" in way)
+        own = layer(dtype, **sizes, wide="logits" in way)
         return own.apply(variables, x.astype(dtype), segments, positions, True, "train")
 
     return policy.autocast(apply, "mixed_bfloat16") if way == "autocast" else apply
 
 
-def variables_of(sizes: dict[str, int], x: Any) -> Any:
+def variables_of(sizes: dict[str, Any], x: Any) -> Any:
     """Returns the layer's float32 variables, without the boxes of their axes."""
     own = layer(jnp.float32, **sizes)
     integers = jnp.zeros(x.shape[:2], int)

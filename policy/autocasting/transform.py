@@ -38,7 +38,13 @@ from policy.programs.jaxprs import is_unwritten, opened, repeated_programs
 from policy.programs.marks import ISLAND
 from policy.programs.primitives import known_primitives
 from policy.programs.rewriting.outlining import outlined
-from policy.programs.tracing.trace import Arguments, is_staged, lowered
+from policy.programs.tracing.trace import (
+    Arguments,
+    is_staged,
+    lowered,
+    with_static,
+    without_static,
+)
 
 _MOST_PROGRAMS = 64  # kept for each transformed function, one for each set of static arguments
 
@@ -228,7 +234,7 @@ class _Autocast:
             target, arguments, finish = self.lowered(args, kwargs)
             in_place = any(map(is_staged, arguments.arrays))
             program = target._rewritten if in_place else target._program
-            return finish(program(arguments, settings)(*arguments.arrays))
+            return finish(without_static(program(arguments, settings)(*arguments.arrays)))
 
         transformed.explain = self.explain  # type: ignore[attr-defined]
         return transformed
@@ -278,7 +284,7 @@ class _Autocast:
 
         def flat(*arrays: Any) -> Any:
             args, kwargs = arguments.filled(arrays)
-            return self.fn(*args, **kwargs)
+            return with_static(self.fn(*args, **kwargs))
 
         def rewritten(*arrays: Any) -> Any:
             with refusing_sites(_name_of(self.fn)):

@@ -83,7 +83,10 @@ def test_audit_finds_a_running_sum_in_a_module_and_takes_a_step_that_returns_one
             model,
         )
 
-    (finding,) = policy.audit(average, policy.cast_floating(NET, jnp.bfloat16), NET).findings
+    half = policy.cast_floating(NET, jnp.bfloat16)
+    found = policy.autocast(average, "mixed_bfloat16")(half, NET)
+    assert (found.name, found.layers[0]) == ("net", jnp.tanh)
+    (finding,) = policy.audit(average, half, NET).findings
     assert finding.kind == "narrowed-carry"
     assert "average.up.weight" in finding.message
 
@@ -144,6 +147,20 @@ def test_a_module_with_functions_is_refused_where_its_arrays_are_wanted():
     with pytest.raises(TypeError) as error:
         policy.value_and_grad(lambda n: 1.0 * n)(jnp.int32(1))
     assert "partition" not in str(error.value)
+
+
+def test_a_filtered_step_is_watched_and_codes_stand_for_weights():
+    _, on_model, opt_state = steps("mixed_float16")
+    step = policy.monitor(on_model.__wrapped__, jit=eqx.filter_jit)
+    (model, _), snapshot = step(0, NET, opt_state, X)
+    assert model.name == "net"
+    rows = {(row.kind, row.path) for row in snapshot.layout.rows}
+    assert {("gradient", "up/weight"), ("activation", "head/eqx.nn.Linear")} <= rows
+
+    wide = Net(jax.random.key(0), width=128)
+    coded = policy.quantize_params(wide, "params=int8")
+    assert coded.layers[1].layers[0].weight.codes.dtype == jnp.int8
+    assert_near(jax.vmap(coded)(X), jax.vmap(wide)(X), error=0.02)
 
 
 class WithState(eqx.Module):

@@ -78,7 +78,7 @@ def test_a_whole_log_density_is_a_loss_for_autocast_and_a_loss_scale():
     params = {"up": jnp.ones((4, 8)) / 4, "down": jnp.ones((8, 1)) / 8, "scale": jnp.ones(())}
     params["up"] += 0.1 * jax.random.normal(jax.random.key(0), (4, 8))
 
-    def loss_of(params: Any) -> jax.Array:
+    def loss_of(params: Any) -> Any:
         return -log_density(model, (X, Y), {}, params)[0] / len(X)
 
     half = policy.autocast(loss_of, "mixed_float16")

@@ -19,7 +19,7 @@ from policy.inspect.traced.call import Call, input_paths, leaf_path
 from policy.optim.state import states_in
 from policy.programs.jaxprs import opened
 from policy.programs.rewriting.parts import TwoParts, divisible
-from policy.programs.tracing.trace import Traced
+from policy.programs.tracing.trace import Traced, without_static
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ class TrainStep:
 
     def result(self, results: Sequence[Any]) -> Any:
         """Returns the result of the call, from those of the program."""
-        out = jax.tree.unflatten(jax.tree.structure(self.shape), results)
+        out = without_static(jax.tree.unflatten(jax.tree.structure(self.shape), results))
         return out if self.call.lowered is None else self.call.lowered.finish(out)
 
     def optimizer(self, arrays: Sequence[Any], results: Sequence[Any]) -> tuple[Any, Any]:

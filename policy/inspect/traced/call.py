@@ -31,10 +31,10 @@ from policy.programs.tracing.trace import (
     Arguments,
     Lowered,
     Traced,
-    arrays_alone,
     is_array,
     lowered,
     trace,
+    with_static,
 )
 
 Around = Callable[[Callable[..., Any], ParamsArgument], Callable[..., Any]]
@@ -164,7 +164,7 @@ class Call:
 
         def plain(*arrays: Any) -> Any:
             args, kwargs = self.arguments.filled(arrays)
-            return arrays_alone(fn(*args, **kwargs))
+            return with_static(fn(*args, **kwargs))
 
         # JAX's errors name the function
         plain.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)

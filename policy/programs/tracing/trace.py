@@ -90,14 +90,28 @@ def is_staged(array: Any) -> bool:
     return False
 
 
-def arrays_alone(tree: Any) -> Any:
-    """Returns a result with None for what is no array in its modules, such as functions."""
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What is no array in a module of a result, such as a function: no leaf, while it is traced."""
 
-    def array(path: Any, leaf: Any) -> Any:
+    value: Any
+
+
+def with_static(tree: Any) -> Any:
+    """Returns a result as one of arrays alone, whose modules hold `Static` beside them."""
+
+    def held(path: Any, leaf: Any) -> Any:
         in_module = any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
-        return leaf if hasattr(leaf, "dtype") or not in_module else None
+        return leaf if hasattr(leaf, "dtype") or not in_module else Static(leaf)
 
-    return jax.tree.map_with_path(array, tree)
+    return jax.tree.map_with_path(held, tree)
+
+
+def without_static(tree: Any) -> Any:
+    """Returns a result as the function returned it, the inverse of `with_static`."""
+    is_static = lambda node: isinstance(node, Static)  # noqa: E731
+    return jax.tree.map(lambda n: n.value if is_static(n) else n, tree, is_leaf=is_static)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +209,7 @@ def trace(fn: Any, *args: Any, **kwargs: Any) -> Traced:
 
     def flat(*arrays: Any) -> Any:
         args, kwargs = arguments.filled(arrays)
-        return arrays_alone(fn(*args, **kwargs))
+        return with_static(fn(*args, **kwargs))
 
     flat.__name__ = name
     jaxpr, shape = make_jaxpr(flat, return_shape=True)(*arguments.arrays)
