@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+import policy
 from benchmarks.packages.cases import POLICY, PORT, Case, Way
 from benchmarks.packages.measure import floats
 from mpmodules import use_policy
@@ -71,3 +74,32 @@ def large_step(model: Model, case: Case, way: Way) -> tuple[Callable[..., Any], 
         return sum(jnp.mean(jnp.square(out.astype(jnp.float32))) for out in outputs)
 
     return (jax.value_and_grad(loss) if model.backward else fn), shapes
+
+
+# --------------------------------------------------------------------------------------------------
+# Models of nnx without a dtype option, which compute in the dtype that their weights are stored in
+# --------------------------------------------------------------------------------------------------
+
+
+def stored_in(model: Any, dtype: Any) -> Any:
+    """Casts the state of a model to `dtype`, as loaders of checkpoints do; None casts none."""
+    if dtype is not None:
+        model.stored_dtype = str(jnp.dtype(dtype))
+        graph, state = nnx.split(model)  # buffers too, which are no variables
+        model = nnx.merge(graph, policy.cast_floating(state, dtype))
+    return model
+
+
+def in_stored_dtype(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a call of a model that has float32 parameters in the dtype of `stored_in`, inputs
+    included.
+    """
+
+    @functools.wraps(call)
+    def cast(model: Any, *inputs: Any) -> Any:
+        dtype = getattr(model, "stored_dtype", None)
+        if dtype is None:
+            return call(model, *inputs)
+        return call(stored_in(model, dtype), *policy.cast_floating(inputs, dtype))
+
+    return cast

@@ -108,7 +108,9 @@ class HalfSafe:
         if not is_half(dtype) or _runs_in(self.init, tuple(shape), jnp.dtype(dtype)):
             return self.init(key, shape, dtype, **kwargs)
         made = self.init(key, shape, jnp.float32, **kwargs)
-        # An array, or one in a box of metadata.
+        if hasattr(made, "raw_value"):  # in `VariableMetadata` of nnx, which is no pytree
+            return dataclasses.replace(made, raw_value=made.raw_value.astype(dtype))  # type: ignore[arg-type]
+        # An array, or one in a box of metadata of linen.
         return jax.tree.map(lambda x: x.astype(dtype), made)
 
 
@@ -119,8 +121,9 @@ def _runs_in(init: Callable[..., Array], shape: tuple[int, ...], dtype: np.dtype
     Some releases refuse it while tracing.
     """
     try:
+        made = lambda key: init(key, shape, dtype)  # noqa: E731
         key = jax.eval_shape(lambda: jax.random.key(0))
-        jax.jit(lambda key: init(key, shape, dtype)).lower(key)
+        jax.jit(lambda key: getattr(x := made(key), "raw_value", x)).lower(key)
     except (NotImplementedError, TypeError):
         return False
     return True

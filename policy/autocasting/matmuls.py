@@ -83,14 +83,15 @@ def _of_codes(params: dict[str, Any], values: Values, side: int, dtype: np.dtype
 
 
 def _is_outer_product(equation: Equation, values: Values) -> bool:
-    """Returns whether an equation multiplies tables, such as positions and frequencies, as a dot
-    without a contraction.
+    """Returns whether an equation multiplies integers or tables, such as positions and frequencies,
+    as a dot without a contraction.
     """
     params = equation.params
     if equation.primitive.name != "dot_general" or params.get("out_sharding") is not None:
         return False
-    are_tables = all(value.is_table or value.yields for value in values)
-    return are_tables and not any(params["dimension_numbers"][0])
+    has_integers = any(jnp.issubdtype(value.dtype, jnp.integer) for value in values)
+    are_exact = has_integers or all(value.is_table or value.yields for value in values)
+    return are_exact and not any(params["dimension_numbers"][0])
 
 
 def _outer_product(equation: Equation, values: Values) -> CastValue:
