@@ -74,7 +74,7 @@ def _qwen3_logits(model: Any, tokens: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 
-def _gemma3(dtype: Any, text: dict[str, Any], vision: dict[str, Any], tokens: int) -> Any:
+def _gemma3(_: Any, text: dict[str, Any], vision: dict[str, Any], tokens: int) -> Any:
     modeling = importlib.import_module("bonsai.models.gemma3.modeling")
     config = modeling.ModelConfig
     of_norms = {"norm_dtype": jnp.float32} if hasattr(modeling, "ShardedEmbedding") else {}
@@ -87,10 +87,9 @@ def _gemma3(dtype: Any, text: dict[str, Any], vision: dict[str, Any], tokens: in
         mm_tokens_per_image=tokens,
         shd_cfg=modeling.ShardConfig.no_sharding(),
     )
-    return stored_in(modeling.Gemma3Model(config, rngs=nnx.Rngs(0)), dtype)
+    return modeling.Gemma3Model(config, rngs=nnx.Rngs(0))
 
 
-@in_stored_dtype
 def _gemma3_logits(model: Any, tokens: Any, images: Any, is_image: Any) -> Any:
     """Returns the logits of a text with an image, and those of its last token, by a step with the
     cache.
@@ -158,8 +157,8 @@ def models() -> Iterator[Model]:
     )
     yield Model(
         *("bonsai: Gemma 3, with a cache", gemma3),
-        *(part(_pairs, batch=2, size=32, length=16, words=64), _gemma3_logits, True),
-        dataclasses.replace(large, call=_gemma3_logits),
+        *(part(_pairs, batch=2, size=32, length=16, words=64), _gemma3_logits),
+        dataclasses.replace(large, call=_gemma3_logits, has_option=False),
     )
     sizes = {"image_size": (32, 32), "patch_size": (8, 8), "hidden_dim": 64, "num_heads": 4}
     sizes |= {"mlp_dim": 128, "num_layers": 2, "num_labels": 10}

@@ -22,7 +22,9 @@ _OPTIONS = {"rope_theta": 500_000, "norm_eps": 1e-5}
 
 def _llama3(dtype: Any, **sizes: Any) -> Any:
     llama3 = importlib.import_module("tunix.models.llama3.model")
-    return stored_in(llama3.Llama3(llama3.ModelConfig(**sizes, **_OPTIONS), rngs=nnx.Rngs(0)), dtype)
+    return stored_in(
+        llama3.Llama3(llama3.ModelConfig(**sizes, **_OPTIONS), rngs=nnx.Rngs(0)), dtype
+    )
 
 
 def _qwen3(dtype: Any, **sizes: Any) -> Any:
@@ -65,7 +67,9 @@ def models() -> Iterator[Model]:
     wide = {"num_layers": 1, "vocab_size": 32_768, "embed_dim": 2048, "hidden_dim": 8192}
     wide |= {"num_heads": 32, "head_dim": 64, "num_kv_heads": 8}
     large = _shapes(part(_llama3, **wide))
-    yield Model("tunix: Llama 3, with a cache", part(_llama3, **small), tokens, _logits, True, large)
+    yield Model(
+        "tunix: Llama 3, with a cache", part(_llama3, **small), tokens, _logits, True, large
+    )
     wide |= {"embed_dim": 1024, "hidden_dim": 3072, "num_heads": 16, "head_dim": 128}
     large = _shapes(part(_qwen3, **wide))
     yield Model("tunix: Qwen3, with a cache", part(_qwen3, **small), tokens, _logits, True, large)

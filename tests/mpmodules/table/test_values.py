@@ -115,6 +115,7 @@ def test_a_layer_with_a_policy_of_its_own_stores_param_dtype_and_returns_output_
 
 ORTHOGONAL, X = jax.nn.initializers.orthogonal(), jnp.ones((2, 3, 4))
 BOXED = linen.with_partitioning(ORTHOGONAL, ("a", "b"))
+NAMED = flax_nnx.with_metadata(ORTHOGONAL, tag="a")
 RNGS = flax_nnx.Rngs
 MADE: dict[str, Any] = {
     "Dense": lambda: linen.Dense(4, kernel_init=ORTHOGONAL).init(KEY, X),
@@ -122,6 +123,7 @@ MADE: dict[str, Any] = {
     "Embed": lambda: linen.Embed(4, 4, embedding_init=ORTHOGONAL).init(KEY, jnp.zeros(2, int)),
     "attention": lambda: linen.MultiHeadDotProductAttention(2, kernel_init=ORTHOGONAL).init(KEY, X),
     "Linear": lambda: flax_nnx.state(nnx.Linear(4, 4, kernel_init=ORTHOGONAL, rngs=RNGS(0))),
+    "partitioned Linear": lambda: flax_nnx.state(nnx.Linear(4, 4, kernel_init=NAMED, rngs=RNGS(0))),
     "LoRA": lambda: flax_nnx.state(nnx.LoRA(4, 2, 4, a_initializer=ORTHOGONAL, rngs=RNGS(0))),
 }
 

@@ -161,6 +161,17 @@ def test_positions_times_frequencies_are_float32s(policy, einsum):
 
 
 @POLICIES
+def test_integers_times_frequencies_are_float32s_where_they_are_inputs(policy):
+    """Positions that a caller hands over, as those of packed texts."""
+    positions, frequencies = np.arange(300, 600), np.float32(1.0) / 3 ** np.arange(4)
+    frequencies = frequencies.astype(np.float32)
+    angles = autocast(lambda p: jnp.einsum("t,f->tf", p, frequencies), policy)
+    with jax.numpy_dtype_promotion("standard"):
+        found = angles(positions)
+    assert largest_error(found, positions[:, None] * frequencies[None]) < 1e-6
+
+
+@POLICIES
 def test_a_difference_from_a_constant_is_rounded_once(policy):
     """Targets that a loss closes over: their differences are those of float32."""
     targets, x = np.asarray(normal(64, D)), normal(64, D)
