@@ -157,7 +157,7 @@ def models() -> Iterator[Model]:
     )
     yield Model(
         *("bonsai: Gemma 3, with a cache", gemma3),
-        *(part(_pairs, batch=2, size=32, length=16, words=64), _gemma3_logits),
+        *(part(_pairs, batch=2, size=32, length=16, words=64), _gemma3_logits, False),
         dataclasses.replace(large, call=_gemma3_logits, has_option=False),
     )
     sizes = {"image_size": (32, 32), "patch_size": (8, 8), "hidden_dim": 64, "num_heads": 4}

@@ -52,6 +52,9 @@ def quantized_like(module: Any, param: Any, policy: Policy, names: tuple[str, ..
       param: a variable.
       policy: it has a `param_format`.
       names: of the attributes that lead to it.
+
+    Raises:
+      ValueError: qwix put an adapter beside it.
     """
     held, array = policy.param_format, param.get_value()
     if held is None or isinstance(param, flax_nnx.LoRAParam) or is_quantized(array):
@@ -61,5 +64,11 @@ def quantized_like(module: Any, param: Any, policy: Policy, names: tuple[str, ..
         axis = -len(module.out_features) - 1  # the last one that is contracted
     if axis is None:
         return None
+    if isinstance(getattr(module, f"{names[-1]}_lora_a", None), flax_nnx.LoRAParam):
+        raise ValueError(
+            f"{'/'.join(names)} has an adapter of qwix, {names[-1]}_lora_a, which would have no "
+            f"effect beside {policy.param_format} codes: qwix finds its base as an nnx.Param alone. "
+            "Give it a rule with params=bfloat16, or put an nnx.LoRA around the layer instead."
+        )
     made = quantised_param(array, held, axis, "/".join(names))
     return QuantizedParam(made, **param.get_metadata())

@@ -296,3 +296,16 @@ def test_fresh_parameters_are_refused(make):
         ValueError, match=r"(kernel|embedding|w)' would be created in (int|nf).*adapters"
     ):
         make()
+
+
+def test_the_base_of_an_adapter_of_qwix_stays_a_param():
+    """qwix looks for its base among the module's `nnx.Param`s, and leaves the adapter out else."""
+
+    class Einsum(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((64, 8)))
+            self.w_lora_a, self.w_lora_b = (nnx.LoRAParam(jnp.ones(s)) for s in ((64, 2), (2, 8)))
+
+    assert isinstance(nnx.apply_policy(Einsum(), "bfloat16").w, nnx.Param)
+    with pytest.raises(ValueError, match="w has an adapter of qwix, w_lora_a, which would have no"):
+        nnx.apply_policy(Einsum(), "params=int8,compute=bfloat16")
