@@ -18,8 +18,9 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from policy.core.arrays import alike_varying
+from policy.core.codes import largest_magnitude
 from policy.core.dtypes import BlockFormat, backend
-from policy.eight_bits.quantisation import ScaledCodes, largest_magnitude, rescaled, rounded_up
+from policy.eight_bits.quantisation import ScaledCodes, rescaled, rounded_up
 
 BlockAxes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Axes of an array: of the batch, of rows, and contracted ones. Each axis is in one of them."""
@@ -60,8 +61,7 @@ def quantise_in_blocks(
         of_array = jnp.where(jnp.isfinite(whole), 1 / encode, jnp.nan)
         scale = jnp.minimum(largest / limit * encode, most).astype(blocks.scale)
         inverse = jnp.minimum(1 / (scale.astype(jnp.float32) * of_array), _LARGEST)
-    limited = jnp.minimum(jnp.maximum(x * inverse, -limit), limit)
-    codes = _rounded(limited, dtype).astype(dtype)
+    codes = _rounded(jnp.clip(x * inverse, -limit, limit), dtype).astype(dtype)
     codes = jnp.reshape(codes, (*shape[:2], -1))
     # Without it XLA takes the casts out where it widens the codes again.
     codes, scale = map(lax.optimization_barrier, (codes, lax.squeeze(scale, (3,))))

@@ -24,6 +24,7 @@ from jax import Array, lax
 from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
+from policy.core.codes import largest_magnitude, nearest_codes
 from policy.core.dtypes import INT8, ScaledMatmul, Scaling, backend, compute_capability, preferred
 from policy.core.messages import warn_once
 from policy.core.reverse_mode import in_reverse_mode
@@ -114,8 +115,7 @@ def quantise(
     shared = tuple(range(x.ndim)) if scaling == "tensor" else tuple(axes)
     wide = x.astype(jnp.float32)
     largest = functools.partial(jnp.max, axis=shared, keepdims=True, initial=0)
-    largest_ones = largest_magnitude(wide, largest)
-    return quantise_by(wide, largest_ones, dtype, scale_dtype=scale_dtype)
+    return quantise_by(wide, largest_magnitude(wide, largest), dtype, scale_dtype=scale_dtype)
 
 
 def quantise_by(
@@ -134,16 +134,13 @@ def quantise_by(
       beside: brings scales, shaped as `largest`, to a shape that broadcasts with `wide`.
       scale_dtype: float32 or bfloat16.
     """
-    dropped = 23 - int(jnp.finfo(scale_dtype).nmant)
-    if dtype == INT8:
-        scale = jnp.maximum(rounded_up(largest / 127, dropped), _SMALLEST_SCALE)
-        codes = jnp.clip(jnp.round(wide / beside(scale)), -127, 127)
-    else:
-        limit = float(jnp.finfo(dtype).max)
-        scale = jnp.maximum(rounded_up(largest / limit, 23), _SMALLEST_SCALE)
-        codes = jnp.clip(wide / beside(scale), -limit, limit)
+    is_exact = dtype != INT8  # scales of float8 are powers of two
+    limit = float(jnp.finfo(dtype).max) if is_exact else 127.0
+    dropped = 23 if is_exact else 23 - int(jnp.finfo(scale_dtype).nmant)
+    scale = jnp.maximum(rounded_up(largest / limit, dropped), _SMALLEST_SCALE)
+    codes = nearest_codes(wide / beside(scale), dtype, limit)
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
-    return ScaledCodes(codes.astype(dtype), scale.astype(scale_dtype))
+    return ScaledCodes(codes, scale.astype(scale_dtype))
 
 
 def shared_operands() -> contextlib.AbstractContextManager[None]:
@@ -175,19 +172,6 @@ def shared(make: Callable[..., ScaledCodes], x: Array, *how: Any) -> ScaledCodes
     if known is not None and codes is None:
         known[key] = x, trace, made  # the operand itself, so that no other array gets its identity
     return made
-
-
-def largest_magnitude(x: Array, largest: Callable[[Array], Array]) -> Array:
-    """Returns the largest magnitudes of a float32.
-
-    They are NaN where there is one: XLA's maximum of floats leaves NaN out on CPUs. Bits of floats
-    that are not negative have the order of the floats, and those of NaN come last.
-
-    Args:
-      largest: the maximum, of int32 that are not negative.
-    """
-    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-    return lax.bitcast_convert_type(largest(bits), jnp.float32)
 
 
 def rounded_up(x: Array, dropped: int) -> Array:

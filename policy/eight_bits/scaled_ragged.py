@@ -21,12 +21,12 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from policy.core.arrays import alike_varying
+from policy.core.codes import largest_magnitude
 from policy.core.dtypes import INT8, ScaledMatmul
 from policy.eight_bits.quantisation import (
     ScaledCodes,
     ScaledOperation,
     in_8_bits,
-    largest_magnitude,
     quantise,
     quantise_by,
     quantise_for,

@@ -42,6 +42,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from policy.core.codes import largest_magnitude
 from policy.optim.storage_modes import random_bits
 
 BLOCK = 128
@@ -206,20 +207,15 @@ def _as_float(bits: jax.Array) -> jax.Array:
 
 
 def _largest_magnitudes(x: jax.Array) -> jax.Array:
-    """Returns the largest magnitude of each block of (..., n); NaN where a block has one.
-
-    By the bits: XLA:CPU drops NaN from a maximum of floats.
-    """
-    bits = (_bits(x) & jnp.uint32(0x7FFFFFFF)).astype(jnp.int32)
+    """Returns the largest magnitude of each block of (..., n); NaN where a block has one."""
     if not _has_tiles(x.shape):
-        largest = _in_blocks(bits).max(axis=-1, initial=0)
-    else:
-        largest = lax.platform_dependent(
-            bits,
-            tpu=lambda bits: _from_tiles(_in_tiles(bits).max(axis=-1, keepdims=True)),
-            default=lambda bits: _in_blocks(bits).max(axis=-1),
-        )
-    return _as_float(largest)
+        return largest_magnitude(x, lambda bits: _in_blocks(bits).max(axis=-1, initial=0))
+    of_platforms: Any = functools.partial(
+        lax.platform_dependent,
+        tpu=lambda bits: _from_tiles(_in_tiles(bits).max(axis=-1, keepdims=True)),
+        default=lambda bits: _in_blocks(bits).max(axis=-1),
+    )
+    return largest_magnitude(x, of_platforms)
 
 
 def _of_elements(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from policy.core.codes import largest_magnitude, nearest_codes
 from policy.core.param_formats import CODES, NF4
 
 
@@ -28,29 +29,28 @@ def quantised(
       scale_dtype: floating.
     """
     kind, wide = CODES[name], x.astype(jnp.float32)
-    limit, lowest = float(jnp.finfo(scale_dtype).max), -abs(kind.largest)
+    limit, smallest = float(jnp.finfo(scale_dtype).max), None
     if kind.has_minimum:
         minimum = jnp.maximum(jnp.min(wide, axis, keepdims=True), -limit).astype(scale_dtype)
-        wide, lowest = wide - minimum.astype(jnp.float32), 0
+        wide, smallest = wide - minimum.astype(jnp.float32), 0
         amax = jnp.max(wide, axis, keepdims=True)
     else:
         minimum = None
-        amax = jnp.max(jnp.abs(wide), axis, keepdims=True)
-        if kind.largest < 0:
-            least = jnp.min(wide, axis, keepdims=True)
-            amax = jnp.where(-least == amax, -amax, amax)  # with the sign of that number
+        amax = largest_magnitude(wide, lambda bits: jnp.max(bits, axis, keepdims=True))
+        if kind.largest < 0:  # with the sign of that number
+            amax = jnp.where(jnp.min(wide, axis, keepdims=True) == -amax, -amax, amax)
     scale = jnp.clip(amax / kind.largest, -limit, limit).astype(scale_dtype)
     divisor = scale.astype(jnp.float32)
     unit = wide / jnp.where(divisor == 0, 1, divisor)
     if kind.table is not None:
         table = np.asarray(kind.table, np.float32)
         between = (table[1:] + table[:-1]) / 2
-        codes = sum((unit > float(each)).astype(jnp.int32) for each in between)
-        codes = jnp.asarray(codes)
+        codes = jnp.asarray(sum((unit > float(each)).astype(jnp.int32) for each in between))
+        codes = codes.astype(kind.dtype)
+    elif kind.largest < 0:
+        codes = nearest_codes(unit, kind.dtype, -kind.largest - 1, kind.largest)
     else:
-        unit = jnp.clip(unit, lowest, kind.largest if kind.largest > 0 else -lowest - 1)
-        codes = jnp.round(unit) if jnp.issubdtype(kind.dtype, jnp.integer) else unit
-    codes = codes.astype(kind.dtype)
+        codes = nearest_codes(unit, kind.dtype, kind.largest, smallest)
     if minimum is None:
         return codes, jnp.squeeze(scale, axis)
     return codes, jnp.concatenate([scale, minimum], axis)
