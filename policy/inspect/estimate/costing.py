@@ -46,6 +46,7 @@ from policy.programs.paths import Path
 from policy.programs.primitives import ATTENTIONS, HOST, KERNELS
 from policy.programs.reading.graph import Graph, is_joint
 from policy.programs.reading.walk import walk
+from policy.programs.tracing.trace import Traced
 
 _SCRATCH = (
     "Temporaries include the largest copy that the processor's library kernels may make of their "
@@ -93,13 +94,17 @@ def compiled_row(
     """
     target, arrays = placement.target, step.traced.arguments.arrays
     placed = placed_arrays(placement, shardings, call.args, arrays, step.names, step.origins)
+    on_host = _on_host(step.traced) if target.platform != "cpu" else set()
+    for i in on_host:
+        placed[i] = placed[i].update(sharding=placed[i].sharding.with_memory_kind("pinned_host"))
     with placement.scope():
         lowered, notes = lowered_step(step, placed, target, function_name(call.fn))
     program = compiled_step(lowered, target, step.names)
     # The text of a program that is too large is no final one: a TPU's has no cycles, and other
     # kernels than the compiler's.
     is_final = program.text and not program.is_exhausted
-    cost = _cost(row, step, program, placement, sum(_bytes_of(placed[i]) for i in step.repeated))
+    shared, host = (sum(_bytes_of(placed[i]) for i in each) for each in (step.repeated, on_host))
+    cost = _cost(row, step, program, placement, shared, host)
     notes = [*notes, *([_SCRATCH] if program.scratch else [])]
     if re.search(r"u8\[0\]\S*\) custom-call\(.*__cudnn\$fmha", program.text):
         notes.append(_WORKSPACE)
@@ -107,6 +112,17 @@ def compiled_row(
         return CompiledRow(cost, {}, notes)
     costs = costs_of(program.text, kernel_time(target.chip), exchange_time(target.chip))
     return CompiledRow(_with_costs(cost, costs, target), costs.by_path, notes)
+
+
+def _on_host(traced: Traced) -> set[int]:
+    """Returns the arrays that lie in the host's memory: those of that type, and those of a state
+    that the step returns there.
+    """
+    before, after = (
+        {i for i, aval in enumerate(avals) if aval.memory_space == jax.memory.Space.Host}
+        for avals in (traced.jaxpr.in_avals, traced.jaxpr.out_avals)
+    )
+    return before | {state.argument for state in states_of(traced) if state.output in after}
 
 
 def _bytes_of(array: jax.ShapeDtypeStruct) -> int:
@@ -117,9 +133,11 @@ def _bytes_of(array: jax.ShapeDtypeStruct) -> int:
 
 
 def _cost(
-    row: Candidate, step: Step, program: CompiledStep, placement: Placement, shared: int
+    row: Candidate, step: Step, program: CompiledStep, placement: Placement, shared: int, host: int
 ) -> PolicyCost:
-    """Returns the memory and the FLOPs of a row; `shared` bytes of arguments are given twice."""
+    """Returns the memory and the FLOPs of a row; `shared` bytes of arguments are given twice, and
+    `host` bytes lie in the host's memory.
+    """
     graph = Graph(step.traced.jaxpr, platform=placement.target.platform)
     written = Audit(operations_of(graph), ())
     use = program.memory
@@ -135,6 +153,7 @@ def _cost(
         temporaries=temporaries,
         outputs=use.outputs,
         code=code,
+        host=host,
         flops=written.flops_by_dtype,
         matmul_flops=matmul_flops(written.operations, placement.target.platform),
         model_flops=model_flops(graph),

@@ -84,6 +84,7 @@ class PolicyCost:
       compile_seconds: CPU seconds of the compiler.
       cost_by_path: cycles, or seconds where there are none, of each module path.
       is_exhausted: whether the compiler ran out of memory.
+      host: bytes of arguments in the host's memory, which are no part of `memory`; 0 on processors.
     """
 
     name: str
@@ -114,6 +115,7 @@ class PolicyCost:
     compile_seconds: float = 0.0
     cost_by_path: Mapping[str, float] = dataclasses.field(default_factory=dict)
     is_exhausted: bool = False
+    host: int = 0
 
     @property
     def fits(self) -> bool | None:

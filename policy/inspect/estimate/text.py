@@ -69,6 +69,7 @@ def columns_of(estimate: EstimateRows) -> list[Figures]:
     exchanges = [Figures("exchanges", exchanged_bytes, bytes_text, are_alike)]
     in_sequence = Figures("in sequence", lambda row: row.sequential_seconds, duration, False, "≥")
     measured = [
+        Figures("on the host", lambda row: row.host or None, bytes_text, False),
         Figures("bytes", lambda row: row.bytes, bytes_text, are_alike),
         Figures("cycles", lambda row: row.cycles, amount, are_alike),
         Figures("seconds", lambda row: row.seconds, duration, are_alike, bound="≥"),

@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,7 @@ from policy.programs.rewriting.interpreter import (
     manual_axes,
 )
 
+_HOST = jax.memory.Space.Host
 _SCOPES = frozenset((BOUNDARY, ISLAND))  # of ours: no modules
 # The `id`s of the equations that a program stands in, outermost first.
 EnclosingEquations = tuple[int, ...]
@@ -167,6 +168,9 @@ class PlacedInterpreter(Interpreter[PlacedValue]):
         found = self.reference.constants.get(id(equation))
         if found is not None:
             values = self.with_constants(equation, values, found)
+        if _HOST in equation.params.get("devices", ()):  # measured on the device
+            there, places = cast("Any", equation), (jax.memory.Space.Device,) * len(values)
+            equation = there.replace(params=equation.params | {"devices": places})
         return self.equation(equation, values)
 
     def with_constants(

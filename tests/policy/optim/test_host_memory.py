@@ -10,7 +10,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 from mpmodules import nnx
-from policy import apply_gradients, master_params
+from policy import apply_gradients, compare, master_params
 from policy.optim import convert, finite_of, host_memory, init_from_master, resync, state_shardings
 from tests.policy.optim.steps import BOTH_WAYS, assert_same, stepped, wrapped
 
@@ -130,6 +130,16 @@ def test_a_train_state_and_an_nnx_optimizer_hold_it():
         update(model, optimizer)
     assert kinds(nnx.state(optimizer.opt_state)) == ON_HOST
     assert finite_of(optimizer) and optimizer.opt_state.count[...] == 1
+
+
+def test_compare_measures_it_as_a_state_on_the_device():
+    rows = []
+    for tx in transforms("remainder", "float32", loss_scale=None):
+        step = lambda p, s, x, tx=tx: stepped(tx, p, s, {**GRADIENTS, "w": x @ p["w"]})  # noqa: E731
+        given = PARAMS, tx.init(PARAMS), jnp.ones((32, 32), jnp.bfloat16) / 32
+        found = compare(jax.jit(step), *given)
+        rows.append([(row.path, row.error) for row in found.rows if row.kind == "output"])
+    assert rows[0] == rows[1] and max(rows[0], key=lambda row: row[1])[1] > 0
 
 
 def test_memories_that_the_device_lacks_are_refused(monkeypatch):

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import ShapeDtypeStruct, lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -17,6 +18,7 @@ from policy.inspect.hlo.costs import Costs, costs_of, turns
 from policy.inspect.hlo.dump import without_cache
 from policy.inspect.hlo.provenance import by_spelled_path
 from policy.inspect.hlo.text import parse
+from policy.optim import apply_gradients, mixed_precision
 from tests.benchmarks.accelerators import target
 
 pytestmark = pytest.mark.slow
@@ -235,3 +237,20 @@ def test_a_program_that_is_too_large_has_no_cycles_bytes_and_kernels():
     assert row.is_exhausted and row.memory > row.capacity
     assert (row.cycles, row.seconds, row.bytes, row.kernels) == (None, None, None, None)
     assert "lacks" in str(found)
+
+
+@pytest.mark.parametrize("name", ["h100", "v5e"])
+def test_a_state_in_the_hosts_memory_counts_apart_from_the_devices(name):
+    params = {"w": ShapeDtypeStruct((32, 128), jnp.bfloat16)}
+
+    def example(**options):
+        tx = mixed_precision(optax.adamw(0.1), "bfloat16", **options)
+        step = lambda p, s, g: apply_gradients(tx, p, s, g)[:2]  # noqa: E731
+        return step, (params, jax.eval_shape(tx.init, params), params)
+
+    rows = [(None, {}), (None, {"state_memory_kind": "pinned_host"})]
+    found = policy.estimate(example, policies=rows, on=name, donate=(0, 1))
+    plain, on_host = found.rows
+    assert (plain.host, on_host.host) == (0, (4 + 4 + 2) * 32 * 128)
+    assert plain.arguments - on_host.arguments == on_host.host
+    assert "on the host" in str(found)
