@@ -15,6 +15,7 @@ import pytest
 
 import policy
 from mpmodules import linen, nnx
+from policy.core.arrays import is_quantized
 
 FORMATS = ("int8", "int4:32", "uint4:32", "nf4:32")
 KEY = jax.random.key(0)
@@ -66,11 +67,18 @@ def as_read(tree):
     """Returns the numbers that matmuls in bfloat16 read, in float32."""
 
     def read(x):
-        if not isinstance(x, policy.QuantizedArray):
-            return x
-        return x.astype(jnp.bfloat16).widened().astype(jnp.float32)
+        return x.astype(jnp.bfloat16).widened().astype(jnp.float32) if is_quantized(x) else x
 
-    return jax.tree.map(read, tree, is_leaf=lambda x: isinstance(x, policy.QuantizedArray))
+    return jax.tree.map(read, tree, is_leaf=is_quantized)
+
+
+def assert_alike(call, expected, x):
+    """Compares two functions of an array, and their gradients."""
+    close(call(x), expected(x))
+    gradients = [
+        jax.grad(lambda x, f=f: (f(x).astype(jnp.float32) ** 2).sum())(x) for f in (call, expected)
+    ]
+    close(*gradients)
 
 
 @pytest.mark.parametrize("text", FORMATS)
@@ -80,20 +88,12 @@ def test_linen_layers(name, text):
     stored_in, read_in = texts(text)
     x = array(*shape)
     cells = {} if name == "LSTM" else {"dtype_policy": read_in}
-    layer = make(**cells)
-    variables = layer.init(KEY, x)
-    stored = policy.quantize_params(variables, stored_in)
-    wide = as_read(stored)
-    kinds = jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, policy.QuantizedArray))
-    assert any(isinstance(leaf, policy.QuantizedArray) for leaf in kinds)
-    layer = make(**({"dtype_policy": stored_in} if cells else {}))
     reader = make(**cells)
-    close(layer.apply(stored, x), reader.apply(wide, x))
-
-    def loss(x, layer, variables):
-        return (layer.apply(variables, x).astype(jnp.float32) ** 2).sum()
-
-    close(jax.grad(loss)(x, layer, stored), jax.grad(loss)(x, reader, wide))
+    stored = policy.quantize_params(reader.init(KEY, x), stored_in)
+    assert any(map(is_quantized, jax.tree.leaves(stored, is_leaf=is_quantized)))
+    layer = make(**({"dtype_policy": stored_in} if cells else {}))
+    wide = as_read(stored)
+    assert_alike(lambda x: layer.apply(stored, x), lambda x: reader.apply(wide, x), x)
 
 
 @pytest.mark.parametrize("text", FORMATS)
@@ -106,9 +106,7 @@ def test_nnx_layers(name, text):
     layer = nnx.apply_policy(given, stored_in)
     reader = nnx.apply_policy(widened(layer, given), read_in)
     assert any(isinstance(v, nnx.QuantizedParam) for _, v in nnx.iter_graph(layer))
-    close(layer(x), reader(x))
-    gradient = jax.grad(lambda x, layer: (layer(x).astype(jnp.float32) ** 2).sum())
-    close(gradient(x, layer), gradient(x, reader))
+    assert_alike(layer, reader, x)
     again = nnx.merge(*nnx.split(layer))
     np.testing.assert_array_equal(again(x), layer(x))
 

@@ -1,5 +1,7 @@
 """Faults that make a step NaN or infinite: in the model, its gradients, the optimizer, the data."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from tests.policy.inspect.runs.corpus.training import (
     nnx_run,
     plain,
     rows_set,
+    squared,
     times,
 )
 
@@ -225,20 +228,21 @@ def the_gradient_of_a_logarithm_that_is_not_chosen():
 # --------------------------------------------------------------------------------------------------
 
 
+def small(prediction, y):
+    return 1e-3 * squared(prediction, y)
+
+
+ADAM: dict[str, Any] = {"tx": optax.adam(1e-3), "param_dtype": F16, "loss": small}
+
+
 @fault(DIVISION, "up or head or out", 0, "tx.update(grads, opt_state, params)")
 def adam_in_float16():
-    def small(prediction, y):
-        return 1e-3 * jnp.mean(jnp.square(prediction.astype(F32) - y))
-
-    return plain(jnp.tanh, batches(), tx=optax.adam(1e-3), param_dtype=F16, loss=small)
+    return plain(jnp.tanh, batches(), **ADAM)
 
 
 @fault(DIVISION, "kernel", 0, "optimizer.update(model, grads)")
 def adam_in_float16_in_nnx():
-    def small(prediction, y):
-        return 1e-3 * jnp.mean(jnp.square(prediction.astype(F32) - y))
-
-    return nnx_run(jnp.tanh, batches(), tx=optax.adam(1e-3), param_dtype=F16, loss=small)
+    return nnx_run(jnp.tanh, batches(), **ADAM)
 
 
 @fault(BATCH, "x or 2 or 0 or ", 7)

@@ -140,8 +140,9 @@ def step_of(apply: Callable[..., Any], tx: Any, text: str | None, loss: Any = sq
     return plain if text is None else mixed
 
 
-def wrapped(tx: Any, text: str | None, **options: Any) -> Any:
-    return tx if text is None else policy.mixed_precision(tx, text, **options)
+def wrapped(tx: Any, text: str | None, options: Mapping[str, Any] | None) -> Any:
+    tx = tx or optax.sgd(1e-2)
+    return tx if text is None else policy.mixed_precision(tx, text, **(options or {}))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -149,6 +150,11 @@ def wrapped(tx: Any, text: str | None, **options: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 Body = Callable[[Any], Any]
+
+
+def dtypes(dtype: Any, param_dtype: Any) -> dict[str, Any]:
+    """Returns the arguments of each layer of Flax's."""
+    return {"dtype": dtype, "param_dtype": param_dtype, "use_bias": False}
 
 
 class Inner(flax.linen.Module):
@@ -167,7 +173,7 @@ class Layer(flax.linen.Module):
     @flax.linen.compact
     def __call__(self, h, _=None):
         inner = Inner(self.body, name="inner")(h)
-        given = {"dtype": self.dtype, "param_dtype": self.param_dtype, "use_bias": False}
+        given = dtypes(self.dtype, self.param_dtype)
         return h + flax.linen.Dense(WIDTH, name="out", **given)(inner), None
 
 
@@ -182,7 +188,7 @@ class Linen(flax.linen.Module):
 
     @flax.linen.compact
     def __call__(self, x):
-        given = {"dtype": self.dtype, "param_dtype": self.param_dtype, "use_bias": False}
+        given = dtypes(self.dtype, self.param_dtype)
         h = flax.linen.Dense(WIDTH, name="up", **given)(x)
         of = (self.body, self.dtype, self.param_dtype)
         if self.scan:
@@ -212,7 +218,7 @@ def linen(
     """Trains a `Linen` of a body, whose params are changed before."""
     net = Linen(body, **model)
     params = change(net.init(jax.random.key(0), jnp.ones((ROWS, WIDTH)))["params"])
-    tx = wrapped(tx or optax.sgd(1e-2), text, **(options or {}))
+    tx = wrapped(tx, text, options)
     state = params, tx.init(params)
 
     def apply(params, x):
@@ -231,7 +237,7 @@ class NnxInner(nnx.Module):
 
 class NnxLayer(nnx.Module):
     def __init__(self, body, dtype, param_dtype, rngs):
-        given = {"dtype": dtype, "param_dtype": param_dtype, "use_bias": False, "rngs": rngs}
+        given = dtypes(dtype, param_dtype) | {"rngs": rngs}
         self.inner, self.out = NnxInner(body), nnx.Linear(WIDTH, WIDTH, **given)
 
     def __call__(self, h):
@@ -242,7 +248,7 @@ class Nnx(nnx.Module):
     """A projection, layers around the body, and a head."""
 
     def __init__(self, body, dtype, param_dtype, scan, rngs):
-        given = {"dtype": dtype, "param_dtype": param_dtype, "use_bias": False, "rngs": rngs}
+        given = dtypes(dtype, param_dtype) | {"rngs": rngs}
         self.up = nnx.Linear(WIDTH, WIDTH, **given)
         self.head = nnx.Linear(WIDTH, OUT, **given)
         self.scan = scan
@@ -284,7 +290,7 @@ def nnx_run(
 
     model = Nnx(body, dtype, param_dtype, scan, nnx.Rngs(0))
     change(model)
-    tx = wrapped(tx or optax.sgd(1e-2), text, **(options or {}))
+    tx = wrapped(tx, text, options)
     optimizer = (ours if text else nnx).Optimizer(model, tx, wrt=nnx.Param)
 
     def step(model, optimizer, x, y):
@@ -334,7 +340,7 @@ def plain(
 ) -> list[dict[str, Any]]:
     """Trains functions and a dict of params, by name scopes."""
     params = change(plain_params(param_dtype, LAYERS if scan else None))
-    tx = wrapped(tx or optax.sgd(1e-2), text, **(options or {}))
+    tx = wrapped(tx, text, options)
 
     def layer(h, w):
         with jax.named_scope("inner"):
