@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as linen
@@ -25,6 +25,7 @@ from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.scope import NO_SOURCE, current_scope
 from policy.programs.marks import BOUNDARY
+from policy.programs.thread import during
 
 # --------------------------------------------------------------------------------------------------
 # References
@@ -61,15 +62,9 @@ class _Calls(threading.local):
 
     recorded: Any = None
 
-    @contextlib.contextmanager
-    def noting(self, **values: Any) -> Iterator[None]:
+    def noting(self, **values: Any) -> contextlib.AbstractContextManager[None]:
         """Sets attributes for a block."""
-        before = {name: getattr(self, name) for name in values}
-        vars(self).update(values)
-        try:
-            yield
-        finally:
-            vars(self).update(before)
+        return during(self, **values)
 
 
 class _LinenCalls(_Calls):

@@ -19,7 +19,7 @@ from mpmodules.tracing.nnx_pure_calls import StatefulCall
 from policy.core.policy import Policy
 from policy.grads.float32_sums import evaluated
 from policy.grads.loss_scale import LossScale, ScaledGradients
-from policy.grads.value_and_grad import Finish, GradientKind, scaled_loss
+from policy.grads.value_and_grad import Finish, GradientKind, scaled_loss, without_loss
 from policy.optim.wrapper import MixedPrecision
 from policy.programs.dtypes import holds_half
 from policy.programs.tracing.pure_calls import PureCall
@@ -125,14 +125,7 @@ def grad(
     options |= {"policy": policy, "loss_scale": loss_scale, "grads": grads}
     if f is None:
         return functools.partial(grad, argnums=argnums, has_aux=has_aux, **options)
-    differentiated = value_and_grad(f, argnums, has_aux, **options)
-
-    @functools.wraps(f)
-    def gradients_only(*args: Any, **kwargs: Any) -> Any:
-        value, gradients = differentiated(*args, **kwargs)
-        return (gradients, value[1]) if has_aux else gradients
-
-    return gradients_only
+    return without_loss(value_and_grad(f, argnums, has_aux, **options), has_aux)
 
 
 def _with_float32_sums(

@@ -169,7 +169,7 @@ class Asked:
         """
         found = [
             self.remedies[key]
-            for model, below in _reaching(path)
+            for model, below in reaching(path)
             for key in ((model, below), ("", below))
             if key in self.remedies
         ]
@@ -180,7 +180,7 @@ class Asked:
 
     def _requests(self, path: Path) -> Iterator[Collection[Request]]:
         """Yields the requests at a path, the innermost first."""
-        for model, below in _reaching(path):
+        for model, below in reaching(path):
             found = self._at(model, below)
             if found:
                 yield found
@@ -197,7 +197,7 @@ class Asked:
         return None if policy is None else (_of(policy),)
 
 
-def _reaching(path: Path) -> Iterator[tuple[str, str]]:
+def reaching(path: Path) -> Iterator[tuple[str, str]]:
     """Yields the models and paths from the innermost at a path to the model itself."""
     model, below = divided(path) or ("", path)
     below = once(below)

@@ -133,11 +133,18 @@ def grad(
     Returns:
       A function that returns the gradients, or with `has_aux` the pair `(gradients, aux)`.
     """
-    differentiated = value_and_grad(
-        loss_fn, argnums, has_aux, policy=policy, loss_scale=loss_scale, grads=grads
+    return without_loss(
+        value_and_grad(
+            loss_fn, argnums, has_aux, policy=policy, loss_scale=loss_scale, grads=grads
+        ),
+        has_aux,
     )
 
-    @functools.wraps(loss_fn)
+
+def without_loss(differentiated: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """Returns a `value_and_grad` that returns the gradients, or with `has_aux` them and aux."""
+
+    @functools.wraps(differentiated)
     def gradients_only(*args: Any, **kwargs: Any) -> Any:
         value, gradients = differentiated(*args, **kwargs)
         return (gradients, value[1]) if has_aux else gradients

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from policy.autocasting.parameters import ParamsArgument
 from policy.core.dtypes import dtype_names, parse_dtype
 from policy.core.policy import Policy, get_policy
+from policy.core.precedence import reaching
 from policy.core.rules import PolicyRules, matches
 from policy.core.scope import RulesLike
 from policy.inspect.audit.audit import findings_of, function_name
@@ -25,7 +26,7 @@ from policy.inspect.audit.flow import is_cotangent, is_matmul
 from policy.inspect.traced.call import Call, origin_of, parameters_of, traced_call
 from policy.programs.dtypes import HALVES, is_inexact_name
 from policy.programs.operations import accumulation_of, operands_of, sums
-from policy.programs.paths import Path, divided, joined, once, spelled
+from policy.programs.paths import Path, spelled
 from policy.programs.reading.graph import Graph, Node, is_joint
 from policy.programs.reading.matmul_operands import WeightMatmul, are_codes, weight_matmuls
 from policy.programs.reading.same_program import first_difference
@@ -363,7 +364,7 @@ def _allowed(graph: Graph, allow: Collection[str]) -> list[Node]:
         found = [
             path
             for path in paths
-            if any(matches(pattern, name, model=model) for name, model in _names_of(path))
+            if path and any(matches(pattern, name, model=of) for of, name in reaching(path))
         ]
         if not found:
             known = ", ".join(sorted(spelled(path) for path in paths if path)) or "none"
@@ -372,20 +373,10 @@ def _allowed(graph: Graph, allow: Collection[str]) -> list[Node]:
     return [node for node in nodes if node.site.path not in left_out]
 
 
-def _names_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields (path below the model, model's name) for a path and those above it."""
-    for length in range(1, len(path) + 1):
-        model, below = divided(path[:length]) or ("", path[:length])
-        yield joined(once(below)), model
-
-
 def _policy_at(policy: Policy, rules: PolicyRules, path: Path) -> Policy:
     """Returns the policy of a path: that of the innermost one that a rule matches."""
-    for name, model in reversed(list(_names_of(path))):
-        rule = rules.rule_for(name, model=model)
-        if rule is not None:
-            return rule[1]
-    return policy
+    found = (rules.match(name, model=model) for model, name in reaching(path) if path)
+    return next(filter(None, found), policy)
 
 
 def _multiplied(policy: Policy, matmul: WeightMatmul) -> frozenset[str]:

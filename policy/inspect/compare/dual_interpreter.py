@@ -103,7 +103,34 @@ class Log:
     codes: list[tuple[QuantisedOperand, DTypeLike]] = dataclasses.field(default_factory=list)
 
 
-class Paired(ModuleValueInterpreter):
+class Measuring(ModuleValueInterpreter):
+    """An interpreter that measures values when they are first read in another module."""
+
+    def _read(self, value: PlacedValue, reader: ModulePass, dtype: DTypeLike) -> None:
+        """Notes the modules between the one that computed a value and its reader."""
+        origin = value.origin
+        if passes(value, reader) and is_measurable(dtype):
+            one = origin.measurement or self._measured(value, origin, dtype)
+            one.left.update(places_around(origin.place, reader.path))
+            one.entered.update(places_around(reader, origin.place.path))
+
+    def _measured(self, value: PlacedValue, origin: Any, dtype: DTypeLike) -> Measurement:
+        """Measures a value, and records that in its origin."""
+        raise NotImplementedError
+
+    def body(
+        self, jaxpr: OpenJaxpr, consts: Sequence[PlacedValue], args: Sequence[PlacedValue]
+    ) -> list[PlacedValue]:
+        """Runs a body, whose measurements are known only inside it."""
+        origins = [arg.origin and dataclasses.replace(arg.origin, made=None) for arg in args]
+        args = [PlacedValue(arg.arrays, o) for arg, o in zip(args, origins, strict=True)]
+        outputs = super().body(jaxpr, consts, args)
+        for value, atom in zip(outputs, jaxpr.outvars, strict=True):
+            self._read(value, self.place, dtype_of(atom))
+        return outputs
+
+
+class Paired(Measuring):
     """Runs a program on values of one array or two.
 
     A value that does not depend on half precision is one array. Any other value is two: the
@@ -180,17 +207,11 @@ class Paired(ModuleValueInterpreter):
     # Measurements ---------------------------------------------------------------------------------
 
     def _read(self, value: PlacedValue, reader: ModulePass, dtype: DTypeLike) -> None:
-        """Measures a value when it is first read outside of the path that computed it."""
-        origin = value.origin
-        if not passes(value, reader) or not is_measurable(dtype):
-            return
-        if origin.is_inner or (statistics.is_discrete(dtype) and len(value.arrays) == 1):
-            return  # both programs have the same array
-        measurement = origin.measurement or self._measured(value, origin, dtype)
-        measurement.left.update(places_around(origin.place, reader.path))
-        measurement.entered.update(places_around(reader, origin.place.path))
+        is_same = statistics.is_discrete(dtype) and len(value.arrays) == 1  # in both programs
+        if value.origin is not None and not (value.origin.is_inner or is_same):
+            super()._read(_decoded(value), reader, dtype)
 
-    def _measured(self, value: PlacedValue, origin: Origin, dtype: DTypeLike) -> Measurement:
+    def _measured(self, value: PlacedValue, origin: Any, dtype: DTypeLike) -> Measurement:
         key = len(self.log.measurements)
         measurement = origin.measurement = Measurement(
             key, origin.primitive, origin.source, dtype, origin.place, self.bodies
@@ -296,17 +317,6 @@ class Paired(ModuleValueInterpreter):
             PlacedValue(value.arrays, Origin(place, coded=origin.coded))
             for value, place, origin in zip(values, places, origins, strict=True)
         ]
-
-    def body(
-        self, jaxpr: OpenJaxpr, consts: Sequence[PlacedValue], args: Sequence[PlacedValue]
-    ) -> list[PlacedValue]:
-        """Runs a body, whose measurements are known only inside it."""
-        origins = [arg.origin and dataclasses.replace(arg.origin, made=None) for arg in args]
-        args = [PlacedValue(arg.arrays, o) for arg, o in zip(args, origins, strict=True)]
-        outputs = super().body(jaxpr, consts, args)
-        for value, atom in zip(map(_decoded, outputs), jaxpr.outvars, strict=True):
-            self._read(value, self.place, dtype_of(atom))
-        return outputs
 
     def settled(self, value: PlacedValue, like: PlacedValue) -> PlacedValue:
         value = _decoded(value)

@@ -11,23 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from policy.inspect.compare.dual_interpreter import Log, Measurement
+from policy.inspect.compare.dual_interpreter import Log, Measurement, Measuring
 from policy.inspect.compare.statistics import has_nan, is_measurable
 from policy.inspect.traced.call import Program
-from policy.inspect.traced.module_values import (
-    ModuleValueInterpreter,
-    ValueOrigin,
-    passes,
-    places_around,
-)
-from policy.programs.jaxprs import (
-    Equation,
-    OpenJaxpr,
-    bind,
-    live_part,
-    opened,
-    scan_arity,
-)
+from policy.inspect.traced.module_values import ValueOrigin, places_around
+from policy.programs.jaxprs import Equation, bind, live_part, opened, scan_arity
 from policy.programs.paths import divided, once
 from policy.programs.primitives import INLINED, NOT_STACKED
 from policy.programs.rewriting.interpreter import CONTROL_FLOW, is_for_platforms
@@ -59,7 +47,7 @@ class _Origin(ValueOrigin):
     order: int = 0
 
 
-class Recorder(ModuleValueInterpreter):
+class Recorder(Measuring):
     """Runs one program, and notes the values that pass between its modules as they are.
 
     A cast between floats returns the value that it casts, in another dtype; that of an argument is
@@ -108,12 +96,9 @@ class Recorder(ModuleValueInterpreter):
 
     # Notes ----------------------------------------------------------------------------------------
 
-    def _read(self, value: PlacedValue, reader: ModulePass, dtype: DTypeLike) -> None:
-        origin = value.origin
-        if passes(value, reader) and is_measurable(dtype):
-            one = origin.measurement = origin.measurement or self._noted(value, origin, dtype)
-            one.left.update(places_around(origin.place, reader.path))
-            one.entered.update(places_around(reader, origin.place.path))
+    def _measured(self, value: PlacedValue, origin: _Origin, dtype: DTypeLike) -> NotedValue:
+        origin.measurement = self._noted(value, origin, dtype)
+        return origin.measurement
 
     def _noted(self, value: PlacedValue, origin: _Origin, dtype: DTypeLike) -> NotedValue:
         key, (array,) = len(self.log.measurements), value.arrays
@@ -155,17 +140,6 @@ class Recorder(ModuleValueInterpreter):
             else PlacedValue(value.arrays, _Origin(self.place))
             for i, value in enumerate(values)
         ]
-
-    def body(
-        self, jaxpr: OpenJaxpr, consts: Sequence[PlacedValue], args: Sequence[PlacedValue]
-    ) -> list[PlacedValue]:
-        """Runs a body, whose values are known only inside it."""
-        origins = [arg.origin and dataclasses.replace(arg.origin) for arg in args]
-        args = [PlacedValue(arg.arrays, o) for arg, o in zip(args, origins, strict=True)]
-        outputs = super().body(jaxpr, consts, args)
-        for value, atom in zip(outputs, jaxpr.outvars, strict=True):
-            self._read(value, self.place, dtype_of(atom))
-        return outputs
 
 
 def is_float(dtype: DTypeLike) -> bool:

@@ -102,23 +102,23 @@ def _reduced(x: Any, reference: Any, tiny: float) -> tuple[Any, Any]:
     counted = [mask.astype(reference.dtype) for mask in masks]
     added = [difference * difference, kept * kept, x_kept * x_kept, *counted]
     compared = [magnitude, jnp.where(was_finite, size, zero)]
-    n, found = len(added), _variadic(added, compared)
+    n, operations = len(added), [lax.add] * len(added) + [lax.max] * len(compared)
+    found = reduced([*added, *compared], operations)
     count = jnp.full((), math.prod(x.shape), jnp.float32)
     sums = jnp.stack([*(one.astype(jnp.float32) for one in found[:n]), count])
     return sums, jnp.stack(found[n:]).astype(jnp.float32)
 
 
-def _variadic(added: Sequence[Any], compared: Sequence[Any]) -> Sequence[Any]:
-    operands = (*added, *compared)
+def reduced(operands: Sequence[Any], operations: Sequence[Any]) -> Sequence[Any]:
+    """Reduces arrays of one shape, each by its operation, to numbers in one pass."""
     if not operands[0].ndim:
         return operands
     zeros = tuple(jnp.zeros((), operand.dtype) for operand in operands)
-    operations = [lax.add] * len(added) + [lax.max] * len(compared)
 
     def combine(a: Sequence[Any], b: Sequence[Any]) -> Sequence[Any]:
         return tuple(f(x, y) for f, x, y in zip(operations, a, b, strict=True))
 
-    return lax.reduce(operands, zeros, combine, tuple(range(operands[0].ndim)))
+    return lax.reduce(tuple(operands), zeros, combine, tuple(range(operands[0].ndim)))
 
 
 def largest_alone(value: Any, axes: Sequence[str] = ()) -> Any:

@@ -75,10 +75,12 @@ class SnapshotRow:
             [np.full(len(f), span.size) for f, span in zip(found, self.spans, strict=True)]
         )
         every = np.concatenate(found)
-        named = _of_codes if self.kind == "codes" else statistics.named
-        of = named(every, sizes, np.dtype(self.dtype))
-        if self.kind == "update":
-            of["lost"] = statistics.share_of_count("lost", every, sizes)
+        if self.kind == "codes":
+            above, below = np.moveaxis(every.astype(np.float64), -1, 0)
+            of = {"above": above.max(0), "below": below.max(0)}
+        else:
+            more = ["lost"] if self.kind == "update" else []
+            of = statistics.named(every, sizes, np.dtype(self.dtype), more)
         row: dict[str, Any] = {
             "path": self.path,
             "kind": self.kind,
@@ -91,11 +93,6 @@ class SnapshotRow:
         devices = [statistics.outlying(each) for each in own if each.shape[-1]]
         found = sorted({device for each in devices for device in each or ()})
         return row | ({"devices": found} if found else {})
-
-
-def _of_codes(found: np.ndarray, sizes: np.ndarray, dtype: Any) -> dict[str, np.ndarray]:
-    above, below = np.moveaxis(found.astype(np.float64), -1, 0)
-    return {"above": above.max(0), "below": below.max(0)}
 
 
 def _json(number: Any) -> Any:
@@ -231,7 +228,5 @@ class Snapshot:
 
 
 jax.tree_util.register_dataclass(
-    Snapshot,
-    ["step", "taken", "reason", "loss_scale", "skipped", "numbers"],
-    ["layout"],
+    Snapshot, ["step", "taken", "reason", "loss_scale", "skipped", "numbers"], ["layout"]
 )

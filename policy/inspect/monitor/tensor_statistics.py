@@ -16,6 +16,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from policy.inspect.compare.statistics import reduced
+
 STATISTICS = (
     *("largest", "inverse_smallest", "examples_left", "last_example"),
     *("squares", "zeros", "nan", "inf", "below", "above"),
@@ -114,7 +116,7 @@ def statistics_of(array: Any, axes: tuple[str, ...] = (), lost: Any = None) -> A
     place = lax.broadcasted_iota(numbers.dtype, array.shape, 0) if array.ndim else none
     places = [jnp.where(is_finite, none, one) for one in (rows - place, place + none.dtype.type(1))]
     found = [jnp.where(is_finite, numbers, none), inverse, *places]
-    maxima = jnp.stack(_reduced(found, lax.max))
+    maxima = jnp.stack(reduced(found, [lax.max] * len(found)))
     if axes:
         maxima = lax.pmax(maxima, axes)
     places = [one.astype(bits.wide) for one in maxima[2:]]
@@ -124,7 +126,8 @@ def statistics_of(array: Any, axes: tuple[str, ...] = (), lost: Any = None) -> A
     unit = jnp.clip(maxima[0], *_units(bits.wide))
     shares = jnp.where(is_finite, lax.bitcast_convert_type(numbers, bits.wide) / unit, 0)
     count = jnp.int32 if math.prod(array.shape) < 2**31 else jnp.float32
-    found = _reduced([shares * shares, *(mask.astype(count) for mask in masks.values())], lax.add)
+    added = [shares * shares, *(mask.astype(count) for mask in masks.values())]
+    found = reduced(added, [lax.add] * len(added))
     sums = jnp.stack([one.astype(bits.wide) for one in found])
     if axes:
         sums = lax.psum(sums, axes)
@@ -194,25 +197,16 @@ def _masks(dtype: Any, bits: Bits, largest: Any) -> dict[str, Any]:
     return masks
 
 
-def _reduced(operands: Sequence[Any], combine: Any) -> list[Any]:
-    """Reduces arrays of one shape to numbers in one pass."""
-    if not operands[0].ndim:
-        return list(operands)
-    zeros = tuple(jnp.zeros((), operand.dtype) for operand in operands)
-
-    def both(a: Sequence[Any], b: Sequence[Any]) -> Sequence[Any]:
-        return tuple(map(combine, a, b))
-
-    return list(lax.reduce(tuple(operands), zeros, both, tuple(range(operands[0].ndim))))
-
-
-def named(found: np.ndarray, sizes: np.ndarray, dtype: DTypeLike) -> dict[str, np.ndarray]:
+def named(
+    found: np.ndarray, sizes: np.ndarray, dtype: DTypeLike, more: Sequence[str] = ()
+) -> dict[str, np.ndarray]:
     """Returns the numbers of a row by the names that records have.
 
     Args:
       found: (values, ..., len(STATISTICS)), of the values of a row.
       sizes: (values,), their numbers of elements.
       dtype: of the values.
+      more: names of `STATISTICS` that are counts, whose shares are returned too.
 
     Returns:
       arrays (...) of float64, of all values together.
@@ -232,7 +226,7 @@ def named(found: np.ndarray, sizes: np.ndarray, dtype: DTypeLike) -> dict[str, n
     }
     shown = ["zeros", "nan", "inf", "below", "above"]
     shown += [f"{side}_{name}" for name in narrower(dtype) for side in ("below", "above")]
-    shown += ["below_int8"] if np.dtype(dtype).itemsize > 1 else []
+    shown += [*(["below_int8"] if np.dtype(dtype).itemsize > 1 else []), *more]
     return numbers | {name: of[name].sum(0) / total for name in shown}
 
 
@@ -253,10 +247,3 @@ def examples_of(found: np.ndarray, rows: int) -> list[int] | None:
         int(found[..., _PLACES[name]].max()) for name in ("examples_left", "last_example")
     )
     return [rows - left, last - 1] if last else None
-
-
-def share_of_count(name: str, found: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Returns the share of the elements of a count; arguments as in `named`."""
-    counts = np.asarray(found, np.float64)[..., _PLACES[name]]
-    sizes = np.reshape(np.asarray(sizes, np.float64), (-1, *[1] * (counts.ndim - 1)))
-    return counts.sum(0) / np.maximum(sizes.sum(0), 1)

@@ -52,11 +52,7 @@ class RunLog:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        tensorboard: str | Path | None = None,
-        step: int | None = None,
+        self, path: str | Path, *, tensorboard: str | Path | None = None, step: int | None = None
     ):
         self.path = Path(path)
         if not self.path.parent.is_dir():

@@ -23,11 +23,7 @@ from policy.programs.operations import contracted_axes, flops_of, size
 from policy.programs.paths import Path
 from policy.programs.primitives import CONVOLUTIONS, MATMULS, SCALED_DOTS
 from policy.programs.reading.graph import Graph, Node
-from policy.programs.reading.matmul_operands import (
-    COTANGENT,
-    dependences,
-    weight_matmuls,
-)
+from policy.programs.reading.matmul_operands import COTANGENT, dependences, weight_matmuls
 from policy.programs.reading.walk import Site, walk
 from policy.programs.rewriting.upcast import lost_prefixes, module_path
 
