@@ -208,10 +208,7 @@ def _refuse(implementation: str, obstacles: dict[str, bool]) -> None:
 
 
 def _splash(
-    kernel: Callable[..., Array],
-    how: Splash,
-    segments: Segments | None,
-    formula: Attention | None,
+    kernel: Callable[..., Array], how: Splash, segments: Segments | None, formula: Attention | None
 ) -> Attention:
     """Returns splash attention of the pairs that are kept."""
     run: Any = functools.partial(kernel, how)
@@ -311,12 +308,7 @@ def _fits_cudnn(
 
 
 def _cudnn(
-    query: Array,
-    key: Array,
-    bias: Array | None,
-    mask: Any,
-    is_causal: bool,
-    shards: Shards | None,
+    query: Array, key: Array, bias: Array | None, mask: Any, is_causal: bool, shards: Shards | None
 ) -> Attention:
     """Returns cuDNN's attention. A mask that is known while tracing to be causality is given as
     such: the kernel then skips blocks, where it adds other masks to all logits.

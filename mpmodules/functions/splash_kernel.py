@@ -65,12 +65,7 @@ def _as_written() -> Iterator[None]:
 
 
 def _forward(
-    query: Array,
-    key: Array,
-    value: Array,
-    *ids: Array,
-    save_residuals: bool = False,
-    **how: Any,
+    query: Array, key: Array, value: Array, *ids: Array, save_residuals: bool = False, **how: Any
 ) -> list[Array]:
     """Computes softmax(q k^T / sqrt(H)) v: (B..., T, N, H).
 

@@ -94,11 +94,7 @@ def make_cache(variables: Variables, shape: tuple[int, ...], dtype: DTypeLike) -
 
 
 def decoding(
-    attention_fn: Callable[..., Array],
-    variables: Variables,
-    dtype: np.dtype,
-    *,
-    takes_codes: bool,
+    attention_fn: Callable[..., Array], variables: Variables, dtype: np.dtype, *, takes_codes: bool
 ) -> Callable[..., Array]:
     """Returns an attention function for a query, key and value of one position, which writes key
     and value to the cache and attends to those written so far.

@@ -141,11 +141,7 @@ def _may_be_scaled(
 
 
 def _scaled(
-    equation: Equation,
-    arrays: Sequence[Any],
-    by: ScaledMatmul,
-    weight: int,
-    dtype: np.dtype,
+    equation: Equation, arrays: Sequence[Any], by: ScaledMatmul, weight: int, dtype: np.dtype
 ) -> jax.Array:
     """Returns the result of a matmul in 8 bits in `dtype`, or of a convolution in float32."""
     if equation.primitive.name == "conv_general_dilated":

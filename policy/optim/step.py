@@ -439,12 +439,7 @@ Branch: TypeAlias = Callable[[Operands], Results]
 
 
 def cond_or_select(
-    flag: jax.Array,
-    apply_step: Branch,
-    skip_step: Branch,
-    operands: Operands,
-    *,
-    tpu_selects: bool,
+    flag: jax.Array, apply_step: Branch, skip_step: Branch, operands: Operands, *, tpu_selects: bool
 ) -> Results:
     """Computes `lax.cond` on CPUs, elsewhere a select of the results of both branches.
 

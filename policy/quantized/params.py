@@ -30,11 +30,7 @@ _OF_ATTENTION = {"query", "key", "value"}
 _SHORTEST = 16  # fewer numbers than that would not pay for a scale
 
 
-def axis_of(
-    names: Sequence[str],
-    shape: tuple[int, ...],
-    format: ParamFormat,
-) -> int | None:
+def axis_of(names: Sequence[str], shape: tuple[int, ...], format: ParamFormat) -> int | None:
     """Returns the axis of a parameter along which codes are to share scales, or None of one that
     stays as it is, such as one that is shorter there than a block.
 
@@ -175,12 +171,7 @@ def require_trainable(policy: Policy | None, names: tuple[str, ...], made: Any) 
     )
 
 
-def quantised_param(
-    array: Any,
-    format: ParamFormat,
-    axis: int,
-    path: str,
-) -> QuantizedArray:
+def quantised_param(array: Any, format: ParamFormat, axis: int, path: str) -> QuantizedArray:
     """Returns a parameter as codes, or raises ValueError with its path."""
     is_known = not isinstance(array, (jax.core.Tracer, jax.ShapeDtypeStruct))
     with jax.ensure_compile_time_eval():  # of an array that a traced function closes over, too

@@ -17,12 +17,7 @@ from mpmodules.calls.boundary import Crossing, MethodCall
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.functions import attention
 from mpmodules.layers.attention_calls import ATTENTION
-from mpmodules.layers.cache_calls import (
-    check_cache,
-    decoding,
-    is_or_binds,
-    own_cache_dtype,
-)
+from mpmodules.layers.cache_calls import check_cache, decoding, is_or_binds, own_cache_dtype
 from mpmodules.linen._layers.dot_product_attention import dot_product_attention
 from mpmodules.linen._module import Module
 from mpmodules.linen._port import Adopter, adopting
