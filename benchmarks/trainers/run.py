@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--on", nargs="*", default=[])
     options = parser.parse_args()
     trainer = trainer_of(options.trainer)
-    sys.path.insert(0, str(options.sources))
+    sys.path[:0] = [str(options.sources / trainer.root), str(options.sources)]
     found = {}
     with stubbed(*trainer.stubs):
         for model in trainer.models():

@@ -30,11 +30,12 @@ class Trainer:
       name: of its folder of sources, of its edits, results and page.
       url: to clone; of a package its page on PyPI.
       revision: the commit or version.
-      files: paths of the files that are checked, and copied where there are no wheels, each with
-        its sha256.
+      files: paths of the files that are checked, and copied where no wheel has them, each with its
+        sha256.
       models: imports the sources and makes the models.
       stubs: modules that the files import and the models don't need.
-      wheels: pinned requirements, installed without their dependencies; the sources are theirs.
+      wheels: pinned requirements, installed without their dependencies.
+      root: the folder of the checkout that imports start from.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Trainer:
     models: Callable[[], Iterable[Model]]
     stubs: Sequence[str] = ()
     wheels: Sequence[str] = ()
+    root: str = ""
 
 
 def fetch(trainer: Trainer, checkouts: Path | None, folder: Path) -> Path:
@@ -53,16 +55,17 @@ def fetch(trainer: Trainer, checkouts: Path | None, folder: Path) -> Path:
       ValueError: there is no checkout of it, or a file is another one.
     """
     if trainer.wheels:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-        subprocess.run([*pip, str(folder), *trainer.wheels], check=True)
-    elif checkouts is None:
-        raise ValueError(
-            f"{trainer.name} should be in a folder that --sources names: git clone {trainer.url}, "
-            f"commit {trainer.revision}."
-        )
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        pip += ["--ignore-requires-python", "--target", str(folder)]
+        subprocess.run([*pip, *trainer.wheels], check=True)
     for path, digest in trainer.files.items():
         file = folder / path
-        if not trainer.wheels and checkouts is not None:
+        if not file.exists():
+            if checkouts is None:
+                raise ValueError(
+                    f"{trainer.name} should be in a folder that --sources names: git clone "
+                    f"{trainer.url}, commit {trainer.revision}."
+                )
             file.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkouts / trainer.name / path, file)
         found = hashlib.sha256(file.read_bytes()).hexdigest()

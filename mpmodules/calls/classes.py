@@ -350,21 +350,20 @@ def require_keep_params(cls: type) -> None:
     require_names(cls, "keep_params", vars(cls).get("keep_params", ()), example="scale")
 
 
-def warn_of_unknown_names(cls: type, params: Iterable[str], where: str) -> None:
-    """Warns of names in a class's `keep_params` that a module of it has no parameter of.
+def warn_of_unknown_names(cls: type, params: Iterable[str]) -> None:
+    """Warns of names in a class's `keep_params` that its modules have no parameter of.
 
     Args:
       cls: the class.
-      params: the names of the module's parameters.
-      where: how the message names the module.
+      params: the names of the modules' parameters.
     """
     keep: Collection[str] = getattr(cls, "keep_params", ())
     known = sorted(set(params))
     unknown = sorted(set(keep) - set(known))
     if unknown:
         warn_once(
-            f"{cls.__name__}.keep_params names {', '.join(unknown)}, but {where} has no such "
-            f"parameter. It has: {', '.join(known) or 'none'}."
+            f"{cls.__name__}.keep_params names {', '.join(unknown)}, but no {cls.__name__} has "
+            f"such a parameter. It has: {', '.join(known) or 'none'}."
         )
 
 

@@ -106,7 +106,9 @@ def is_innermost(module: flax_nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _under_way(module: Any, scope: Scope) -> Iterator[None]:
-    """Notes the call, and after a root's call refuses rules that matched nothing in it."""
+    """Notes the call. After a root's call, refuses rules that matched nothing in it, and warns of
+    names of parameters that no module in it has.
+    """
     path = module.path
     is_root = not path and calls.seen is None
     of_root: dict[str, Any] = {"seen": {}, "root": module} if is_root else {}
@@ -116,6 +118,8 @@ def _under_way(module: Any, scope: Scope) -> Iterator[None]:
         yield
         if is_root and scope.rules:
             check_rules(module, scope.rules)
+        if is_root and module.is_initializing():
+            _check_names(module)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -381,10 +385,20 @@ def param(
     return cast_floating(stored, compute_dtype)
 
 
-def check_names(module: Any) -> None:
-    """Warns of names in `keep_params` that a module, just initialised, has no parameter of."""
-    if module.is_initializing():
-        classes.warn_of_unknown_names(type(module), own_params(module), f"'{where(module)}'")
+def _check_names(root: Any) -> None:
+    """Warns of names in a class's `keep_params` that none of its modules, just initialised, has a
+    parameter of.
+    """
+    held: dict[type, set[str]] = {}
+    for path, found in (calls.seen or {}).items():
+        params = root.scope.variables().get("params", {})
+        for name in path:
+            params = params.get(name, {})
+        for cls in found:
+            if getattr(cls, "keep_params", ()):
+                held.setdefault(cls, set()).update(_floating(params))
+    for cls, names in held.items():
+        classes.warn_of_unknown_names(cls, names)
 
 
 def own_params(module: Any) -> dict[str, Any]:
@@ -392,7 +406,10 @@ def own_params(module: Any) -> dict[str, Any]:
 
     Those of modules in it are none.
     """
-    params = module.scope.variables().get("params", {})
+    return _floating(module.scope.variables().get("params", {}))
+
+
+def _floating(params: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in params.items()

@@ -22,7 +22,6 @@ from mpmodules.layers.docstrings import extend_docstring
 from mpmodules.linen._call import (
     call_of,
     call_traced,
-    check_names,
     install_boundaries,
     outermost,
     wrapped_once,
@@ -193,8 +192,6 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
                 call = call._replace(method=wrapped_once(fun))
                 plainly = lambda *args, **kwargs: flaxs(fun, args, kwargs)  # noqa: E731
                 outputs = call_traced(call, effective, plainly=plainly)
-            if type(self).keep_params and fun.__name__ != "setup" and self.scope is not None:
-                check_names(self)
             return outputs
 
         @flax_nn.nowrap

@@ -321,9 +321,9 @@ def store_in_param_dtype(module: Any, policy: Policy | None, arguments: Any) -> 
     if not classes.is_written_by_user(type(module), flax_nnx.Module):
         return
     if type(module).keep_params:
-        classes.warn_of_unknown_names(
-            type(module), (name for name, _ in own_params(module)), "the module"
-        )
+        left_out = (name for name, value in vars(module).items() if value is None)
+        names = (*(name for name, _ in own_params(module)), *left_out)
+        classes.warn_of_unknown_names(type(module), names)
     if policy is None:
         return
     given = filter(is_reference, jax.tree.leaves(arguments, is_leaf=is_reference))

@@ -21,6 +21,8 @@ from jax.experimental import checkify, io_callback
 
 import mpmodules
 import policy
+from mpmodules import linen as nn
+from mpmodules import nnx
 from policy import DtypePolicyWarning, audit, compute_dtype, get_policy
 from tests.mpmodules.wings import (
     BOTH,
@@ -257,6 +259,37 @@ def test_names_to_keep_are_a_tuple_of_names_that_parameters_have(wing):
     misspelt = Text(lambda self, x: x, "Misspelt", {"keep_params": ("scael",)}, scale=weight(1, 4))
     with pytest.warns(DtypePolicyWarning, match="Misspelt.keep_params names scael.* It has: scale"):
         wing.ours(misspelt, MIXED).made()
+
+
+def test_a_parameter_to_keep_may_be_left_out_by_some_modules():
+    class Linen(nn.Module):
+        keep_params = ("lora",)
+        has_adapter: bool
+
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.ones, (4, 4))
+            lora = self.param("lora", nn.initializers.ones, (4, 4)) if self.has_adapter else 0
+            return x @ (w + lora)
+
+    class Nnx(nnx.Module):
+        keep_params = ("lora",)
+
+        def __init__(self, has_adapter):
+            self.w = nnx.Param(jnp.ones((4, 4)))
+            self.lora = nnx.Param(jnp.ones((4, 4))) if has_adapter else None
+
+    model = nn.Sequential([Linen(True), Linen(False)], dtype_policy="bfloat16")
+    params = model.init(KEY, jnp.ones((1, 4)))["params"]
+    dtypes = jax.tree.map(lambda x: x.dtype.name, params)
+    assert dtypes == {
+        "layers_0": {"w": "bfloat16", "lora": "float32"},
+        "layers_1": {"w": "bfloat16"},
+    }
+    with mpmodules.use_policy("bfloat16"):
+        built = jax.tree.map(lambda x: x.dtype.name, nnx.to_pure_dict(nnx.state(Nnx(True))))
+        Nnx(False)
+    assert built == dtypes["layers_0"]
 
 
 @dataclasses.dataclass
