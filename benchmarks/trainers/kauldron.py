@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +15,16 @@ from benchmarks.trainers.model import Model
 from benchmarks.trainers.sources import Trainer
 
 
+def _module(name: str) -> Any:
+    module = importlib.import_module(f"kauldron.modules.{name}")
+    for each in [each for each in sys.modules if each.startswith("tensorflow")]:
+        del sys.modules[each]  # einops would ask whether an array is a stub's
+    return module
+
+
 def _blocks(dtype: Any, num_heads: int, mlp_size: int) -> Any:
     """A block of each form; kauldron's own option is the dtype of the tokens."""
-    transformers = importlib.import_module("kauldron.modules.transformers")
+    transformers = _module("transformers")
     nn, norms = transformers.nn, {} if dtype is None else {"dtype": dtype}
 
     class Blocks(nn.Module):
@@ -40,7 +48,7 @@ def _blocks(dtype: Any, num_heads: int, mlp_size: int) -> Any:
 
 
 def _vit(dtype: Any, classes: int, **sizes: int) -> Any:
-    vit = importlib.import_module("kauldron.modules.vit")
+    vit = _module("vit")
     encoder = vit.VitEncoder.from_spec(**sizes, **({} if dtype is None else {"dtype": dtype}))
     return vit.Vit(encoder=encoder, num_classes=classes)
 
