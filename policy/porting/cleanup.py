@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from policy.porting import dtypes
-from policy.porting.definitions import Project, all_parameters, last_name
+from policy.porting.definitions import all_parameters, last_name
 from policy.porting.edits import Edits, is_pure
 from policy.porting.slots import pairs
 from policy.porting.sources import Elsewhere, ParsedFile, nodes_of
@@ -56,7 +56,7 @@ class Unused(dict[ParsedFile, Edits]):
         self, sources: Sequence[ParsedFile], before: Sequence[set[Key]], elsewhere: Elsewhere
     ):
         super().__init__((source, Edits(source)) for source in sources)
-        self._project, self._elsewhere = Project(sources), elsewhere
+        self._elsewhere = elsewhere
         for source, known in zip(sources, before, strict=True):
             self._read(source, known)
         for edits in self.values():
@@ -90,9 +90,6 @@ class Unused(dict[ParsedFile, Edits]):
             in_class = isinstance(source.parent(source.parent(node)), cst.ClassDef)
             if is_own and not in_class and not self._elsewhere.imports(name):
                 edits.remove(node)
-        elif isinstance(node, cst.Param):
-            if in_function:
-                self._delete_parameter(source, scope.node, name)  # type: ignore[attr-defined]
         elif isinstance(node, cst.Name):
             is_alias = "dtype" in name.lower() and not self._elsewhere.imports(name)
             statement = source.enclosing(node, cst.Assign, cst.AnnAssign)
@@ -118,37 +115,6 @@ class Unused(dict[ParsedFile, Edits]):
             if target is node and value is not None and is_pure(value):
                 for place in places or (source.parent(statement),):
                     self[source].remove(place)
-
-    def _delete_parameter(self, source: ParsedFile, function: cst.FunctionDef, name: str) -> None:
-        """Deletes a parameter that only chose a dtype, with the arguments of all calls."""
-        owner = function.name.value
-        project = self._project
-        defined = project.definitions.get(owner, [])
-        is_called = owner.startswith("__") or len(defined) != 1 or defined[0].is_method
-        if is_called or self._elsewhere.use_of(owner, name, None) or self._elsewhere.imports(owner):
-            return
-        names = defined[0].positional
-        position = names.index(name) if name in names else None
-        found, calls = [], 0
-        for where in project.sources:
-            for node in nodes_of(where.module):
-                if isinstance(node, cst.Call) and last_name(node.func) == owner:
-                    calls += 1
-                    for index, arg in enumerate(node.args):
-                        if arg.star or not is_pure(arg.value):
-                            return
-                        keyword = arg.keyword.value if arg.keyword else None
-                        if keyword == name or (keyword is None and index == position):
-                            found.append((where, arg))
-                elif isinstance(node, cst.Name) and node.value == owner:
-                    known = (cst.Call, cst.FunctionDef, cst.ImportAlias, cst.Attribute)
-                    if not isinstance(where.parent(node), known):
-                        return
-        if not calls:
-            return
-        param = next(p for p in all_parameters(function) if p.name.value == name)
-        for where, node in (*found, (source, param)):
-            self[where].remove(node)
 
 
 # --------------------------------------------------------------------------------------------------

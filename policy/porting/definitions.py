@@ -96,11 +96,9 @@ class Project:
     def ancestry(self, definition: Definition) -> list[Definition]:
         """Returns a class and its bases in the given files, the derived ones first."""
         found = [definition]
-        for base in definition.bases:
-            for one in self.classes(last_name(base)):
-                found += (
-                    [a for a in self.ancestry(one) if a not in found] if one not in found else []
-                )
+        for one in found:  # which grows
+            above = [base for name in one.bases for base in self.classes(last_name(name))]
+            found += [base for base in dict.fromkeys(above) if base not in found]
         return found
 
     def owner(self, class_name: str, field: str) -> str | None:
@@ -257,10 +255,10 @@ class Project:
 
     def is_module(self, name: str) -> bool:
         """Returns whether variables or attributes of this name are built as modules."""
-        made = [
-            (where, v.func) for where, v in self._values.get(name, ()) if isinstance(v, cst.Call)
-        ]
-        found = [target for where, func in made for target in self.targets(where, func)]
+        values = self._values.get(name, ())
+        made = [(where, value.func) for where, value in values if isinstance(value, cst.Call)]
+        calls = [(where, func) for where, func in made if last_name(func) != "field"]
+        found = [target for where, func in calls for target in self.targets(where, func)]
         return bool(found) and all(
             t.kind == "flax" or (t.definition is not None and t.definition.is_class) for t in found
         )

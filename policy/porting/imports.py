@@ -9,6 +9,7 @@ import libcst as cst
 from policy.porting.sources import ParsedFile, nodes_of
 
 _WINGS = ("linen", "nnx")
+_WHOLE = ("flax.linen", "flax.nnx")
 # modules of flax.linen that mpmodules.linen doesn't hold
 _FLAX_ONLY = ("partitioning", "experimental", "kw_only_dataclasses")
 _LAYERS = ("linear", "attention", "normalization", "recurrent", "nn")
@@ -28,26 +29,13 @@ class _Imports(cst.CSTTransformer):
     def __init__(self, source: ParsedFile, notes: list[str]):
         super().__init__()
         self._source, self._notes = source, notes
-        whole = [n for n in nodes_of(source.module) if self._is_whole(n)]
-        self._whole = {source.code(node).partition(".")[2] for node in whole}
-        self._is_added = False
+        for node in nodes_of(source.module):
+            is_whole = isinstance(node, cst.Attribute) and source.code(node) in _WHOLE
+            if is_whole and source.enclosing(node, cst.Import, cst.ImportFrom) is None:
+                self._note(node, f"`{source.code(node)}` is Flax's: import mpmodules by a name")
 
-    def _is_whole(self, node: cst.CSTNode) -> bool:
-        """Returns whether a node is ``flax.linen``, by `import flax`."""
-        if not isinstance(node, cst.Attribute) or self._source.imported(node) == "":
-            return False
-        return self._source.code(node) in ("flax.linen", "flax.nnx")
-
-    def visit_Import(self, node: cst.Import) -> bool:
-        return False
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        return False
-
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> Any:
-        if self._is_whole(original_node):
-            return updated_node.with_changes(value=cst.Name("mpmodules"))
-        return updated_node
+    def _note(self, node: cst.CSTNode, text: str) -> None:
+        self._notes.append(f"{self._source.path}:{self._source.line(node)}: {text}")
 
     def leave_SimpleStatementLine(self, original_node: Any, updated_node: Any) -> Any:
         if len(updated_node.body) != 1:
@@ -63,20 +51,13 @@ class _Imports(cst.CSTTransformer):
 
     def _import(self, line: cst.SimpleStatementLine, statement: cst.Import) -> Any:
         names = []
-        reads_flax = False
         for alias in statement.names:
             name = alias.evaluated_name
-            if alias.asname and name in ("flax.linen", "flax.nnx"):
+            if alias.asname and name in _WHOLE:
                 wing = name.partition(".")[2]
                 alias = alias.with_changes(name=_dotted(f"mpmodules.{wing}"))
-            reads_flax |= name.split(".")[0] == "flax" and alias.asname is None
             names.append(alias)
-        line = line.with_changes(body=[statement.with_changes(names=names)])
-        if not reads_flax or self._is_added or not self._whole:
-            return line
-        self._is_added = True
-        added = [cst.parse_statement(f"import mpmodules.{wing}") for wing in sorted(self._whole)]
-        return cst.FlattenSentinel([line, *added])
+        return line.with_changes(body=[statement.with_changes(names=names)])
 
     def _import_from(
         self, original: cst.CSTNode, line: cst.SimpleStatementLine, statement: cst.ImportFrom
@@ -88,14 +69,14 @@ class _Imports(cst.CSTTransformer):
         if module == "flax":
             moves = [alias.evaluated_name in _WINGS for alias in statement.names]
             target = "mpmodules"
-        elif module in ("flax.linen", "flax.nnx"):
+        elif module in _WHOLE:
             moves = [alias.evaluated_name not in _FLAX_ONLY for alias in statement.names]
             target = f"mpmodules.{module.partition('.')[2]}"
         else:
             parts = module.split(".")
             if parts[1] in _WINGS and parts[-1] in _LAYERS:
                 text = f"layers of `{module}` are Flax's: import them from mpmodules.{parts[1]}"
-                self._notes.append(f"{self._source.path}:{self._source.line(original)}: {text}")
+                self._note(original, text)
             return line
         moved = [alias for alias, moves_ in zip(statement.names, moves, strict=True) if moves_]
         left = [alias for alias, moves_ in zip(statement.names, moves, strict=True) if not moves_]

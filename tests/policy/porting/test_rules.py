@@ -251,13 +251,13 @@ RULES = {
                 return nn.Dense(3)(x)
 
 
-        def model_of(width):
+        def model_of(half, width):
             print(width)
             return Net()
 
 
         def main(config):
-            return model_of(width=3)
+            return model_of(config.half, width=3)
         """,
     ),
     "dynamic scale": (
@@ -498,9 +498,6 @@ IMPORTS = {
     "from flax import linen, struct": "from flax import struct\nfrom mpmodules import linen",
     "from flax import struct": "from flax import struct",
     "from flax.linen.initializers import zeros": "from flax.linen.initializers import zeros",
-    "import flax\nlayer = flax.linen.Dense(3)": (
-        "import mpmodules.linen\nlayer = mpmodules.linen.Dense(3)"
-    ),
 }
 
 
@@ -517,9 +514,17 @@ def test_files_that_import_no_given_one_are_not_asked(tmp_path):
     assert body == "def f(x):\n    return jnp.exp(x)"
 
 
-def test_layers_that_are_imported_from_flax_s_modules_are_named(tmp_path):
+def test_layers_of_flax_by_their_whole_names_are_named(tmp_path):
     _, notes = ported(tmp_path, "from flax.linen.attention import SelfAttention\n", head="")
     assert "import them from mpmodules.linen" in notes
+    _, notes = ported(tmp_path, "import flax.linen\n\nlayer = flax.linen.Dense(3)\n", head="")
+    assert "`flax.linen` is Flax's" in notes
+
+
+def test_classes_of_one_name_may_derive_from_each_other(tmp_path):
+    text = "class Net(other.Net):\n    dtype: Any = jnp.float32\n"
+    bodies, _ = ported(tmp_path, text, text)
+    assert bodies == ["class Net(other.Net):\n    pass"] * 2
 
 
 def test_unread_imports_go_only_if_the_port_left_them(tmp_path):
