@@ -36,7 +36,7 @@ def promotion():
 @pytest.fixture(scope="module", name="given")
 def given_fixture() -> tuple[Any, ...]:
     with jax.numpy_dtype_promotion("standard"):
-        return (*NET.init(jax.random.key(1), X), KEY, X, LABELS)
+        return (*jax.jit(NET.init)(jax.random.key(1), X), KEY, X, LABELS)
 
 
 def loss_fn(params: Any, state: Any, key: jax.Array, x: jax.Array, labels: jax.Array) -> Any:
