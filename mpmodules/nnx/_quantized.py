@@ -67,7 +67,7 @@ def quantized_like(module: Any, param: Any, policy: Policy, names: tuple[str, ..
     if isinstance(getattr(module, f"{names[-1]}_lora_a", None), flax_nnx.LoRAParam):
         raise ValueError(
             f"{'/'.join(names)} has an adapter of qwix, {names[-1]}_lora_a, which would have no "
-            f"effect beside {policy.param_format} codes: qwix takes an nnx.Param as its base. "
+            f"effect beside {held.name} codes: qwix takes an nnx.Param as its base. "
             "Give it a rule with params=bfloat16, or put an nnx.LoRA around the layer instead."
         )
     made = quantised_param(array, held, axis, "/".join(names))
