@@ -76,8 +76,8 @@ def test_the_table_of_nf4_is_the_papers():
 def test_nf4_has_the_papers_numbers_bit_for_bit_each_rounded_to_bfloat16(run, dtype):
     found = run(lambda codes: numbers(codes, "nf4", dtype))(jnp.arange(16, dtype=jnp.uint4))
     rounded = jnp.asarray(NF4, jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32)
-    bits = [np.asarray(x, np.float32).view(np.uint32) for x in (found, rounded)]
-    np.testing.assert_array_equal(*bits)
+    found, rounded = (np.asarray(x, np.float32).view(np.uint32) for x in (found, rounded))
+    np.testing.assert_array_equal(found, rounded)
 
 
 def test_numbers_around_the_published_thresholds_get_the_published_codes():
