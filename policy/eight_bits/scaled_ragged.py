@@ -44,6 +44,9 @@ _OF_ROWS = _numbers(((1,), (2,)), (0,))  # (T, N) x (E, K, N) -> (T, K)
 _OF_KERNELS = _numbers(((0,), (0,)), ())  # (T, K) x (T, N) -> (E, K, N)
 
 
+_SELECTED = 16  # experts
+
+
 @dataclasses.dataclass(frozen=True)
 class _Ragged(ScaledOperation):
     """A ragged matmul of rows, (T, K), and kernels, (E, K, N): T tokens, E experts.
@@ -108,8 +111,7 @@ class _Ragged(ScaledOperation):
         """Returns the scales of rows, (T, N), from those of their experts, (E, N)."""
         if self.by.scaling == "tensor":
             return scales
-        experts = _experts(self.sizes, self.rows)
-        return jnp.take(scales, experts, axis=0, mode="fill", fill_value=1)
+        return _taken(scales, _experts(self.sizes, self.rows)[:, None])
 
     def _largest_of_experts(self, bits: Array) -> Array:
         """Returns the largest of integers that are not negative, (E, N), from rows, (T, N)."""
@@ -192,6 +194,23 @@ def _masked(rows: Array, sizes: Array) -> Array:
     """Returns rows with zeros for those that belong to no group."""
     is_read = jnp.arange(rows.shape[0], dtype=sizes.dtype) < jnp.sum(sizes)
     return jnp.where(is_read[:, None], rows, 0)
+
+
+def _taken(scales: Array, experts: Array) -> Array:
+    """Returns the row of `scales`, (E, N), of each expert, (T, 1), or ones if there is no such row.
+
+    XLA fuses selections into what reads them, and not a gather, which writes (T, N) to memory. As
+    many as these experts have cost less than that.
+    """
+    count = scales.shape[0]
+    if count > _SELECTED:
+        return jnp.take(scales, experts[:, 0], axis=0, mode="fill", fill_value=1)
+    rows = [scales[i : i + 1] for i in range(count)]
+    for bit in range((count - 1).bit_length()):
+        is_set = experts & (1 << bit) != 0
+        rows += rows[len(rows) - 1 :] * (len(rows) % 2)
+        rows = [jnp.where(is_set, high, low) for low, high in zip(rows[::2], rows[1::2], strict=True)]
+    return jnp.where(experts < count, rows[0], 1)
 
 
 def _experts(sizes: Array, rows: int) -> Array:
