@@ -161,9 +161,11 @@ def scaled_ragged_dot_general(
     tokens, experts = lhs.shape[numbers.lhs_ragged_dimensions[0]], rhs.shape[group]
     lhs = jnp.transpose(lhs, (*numbers.lhs_ragged_dimensions, *left)).reshape(tokens, -1)
     rhs = jnp.transpose(rhs, (group, *right, *free)).reshape(experts, lhs.shape[1], -1)
+    # The barrier keeps the codes: XLA for TPUs would quantise the kernels in backward once more, in
+    # its own order of axes.
     codes = (
         quantise(_masked(lax.stop_gradient(lhs), group_sizes), (1,), by.operands, by.scaling),
-        quantise_for(rhs, (1,), by),
+        lax.optimization_barrier(quantise_for(rhs, (1,), by)),
     )
     ragged = _Ragged(by, 1, by.gradients, jnp.dtype(dtype), tokens)
     lhs, rhs = alike_varying(lhs, rhs)
@@ -209,7 +211,8 @@ def _taken(scales: Array, experts: Array) -> Array:
     for bit in range((count - 1).bit_length()):
         is_set = experts & (1 << bit) != 0
         rows += rows[len(rows) - 1 :] * (len(rows) % 2)
-        rows = [jnp.where(is_set, high, low) for low, high in zip(rows[::2], rows[1::2], strict=True)]
+        pairs = zip(rows[::2], rows[1::2], strict=True)
+        rows = [jnp.where(is_set, high, low) for low, high in pairs]
     return jnp.where(experts < count, rows[0], 1)
 
 
