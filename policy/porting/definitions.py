@@ -152,9 +152,7 @@ class Project:
                     found.add(called)
                 elif called in ("replace", "create") and inner is not None:
                     found |= {n for n in _names_within(inner) if self.classes(n)}
-            elif (
-                isinstance(value, cst.Attribute) and value.attr.value == name and value is not node
-            ):
+            elif isinstance(value, cst.Attribute) and value is not node:
                 found |= self.classes_of(where, value, depth - 1)
         return found
 

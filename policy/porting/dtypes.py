@@ -35,7 +35,6 @@ _STAGES = {
     "logits": "matmuls add up in float32, and losses run in float32 under a policy",
     "router": 'a rule {"router": "float32"} keeps a router in float32',
     "gate": 'a rule {"gate": "float32"} keeps a gate in float32',
-    "norm": "norms run in float32 under a policy",
     "loss": "losses run in float32 under a policy",
     "reduce": "sums run in float32 under a policy",
     "accum": "matmuls add up in float32 under a policy",

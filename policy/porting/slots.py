@@ -164,6 +164,10 @@ class SlotReader:
             if any(slots is None for slots in found):
                 return frozenset([DATA]) if source.imported(node.func) else None
             return frozenset().union(*(slots for slots in found if slots is not None))
+        if name == "field":
+            given = [arg for arg in node.args if arg.keyword is not None]
+            defaults = [arg.value for arg in given if arg.keyword.value == "default"]  # type: ignore
+            return self.slots_or_none(source, defaults[0], depth - 1) if defaults else None
         if name == "next" and values and isinstance(values[0], cst.GeneratorExp):
             return self.slots(source, values[0].elt, depth - 1)
         if name == "getattr" and len(values) > 1 and source.imported(values[0]):

@@ -50,7 +50,7 @@ class ParsedFile:
 
     def code(self, node: cst.CSTNode) -> str:
         """Returns a node's text on one line."""
-        return " ".join(self.module.code_for_node(node).split())
+        return " ".join(self.module.code_for_node(node).split()).removesuffix(",")
 
     def parent(self, node: cst.CSTNode) -> Any:
         return self._parents.get(node)

@@ -8,6 +8,7 @@ from policy.porting.port import port
 from policy.porting.sources import PortError
 
 HEAD = """
+import dataclasses
 import functools
 from typing import Any
 import jax
@@ -218,6 +219,43 @@ RULES = {
                 block = nn.remat(Block, prevent_cse=False)
                 cls = block if self.is_initializing() else Block
                 return cls(norm=self.norm)(x)
+        """,
+    ),
+    "a config by another name": (
+        """
+        class Config:
+            width: int = 3
+            dtype: Any = dataclasses.field(default=jnp.float32)
+
+
+        class State:
+            dtype: Any = jnp.int32
+
+
+        class Net(nn.Module):
+            config: Config
+
+            @nn.compact
+            def __call__(self, x):
+                cfg = self.config
+                return nn.Dense(cfg.width, dtype=cfg.dtype)(x)
+        """,
+        """
+        class Config:
+            width: int = 3
+
+
+        class State:
+            dtype: Any = jnp.int32
+
+
+        class Net(nn.Module):
+            config: Config
+
+            @nn.compact
+            def __call__(self, x):
+                cfg = self.config
+                return nn.Dense(cfg.width)(x)
         """,
     ),
     "a chosen dtype": (
