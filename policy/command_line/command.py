@@ -421,7 +421,7 @@ def _port(options: argparse.Namespace) -> int:
 
     Layers are imported from mpmodules. Fields, parameters, arguments, casts and variables that only
     pass a dtype along go, and DynamicScale with its branches. Lines that need a reader are listed
-    with their reason. Give all files of a model at once: what another file passes stays.
+    with their reason. Give all files of a model at once: arguments that others pass stay.
     """
     port_files(options.files, write=options.write)
     return 0

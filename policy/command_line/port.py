@@ -1,4 +1,4 @@
-"""The command ``port``: diffs of ported files, or the files themselves, and what stays."""
+"""The command ``port``: diffs of ported files, or the files themselves, and notes."""
 
 from __future__ import annotations
 

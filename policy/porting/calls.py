@@ -1,4 +1,4 @@
-"""Reads calls: where an argument that is a dtype goes, and what may stand in its place."""
+"""Reads calls: where an argument that is a dtype goes, and its replacement."""
 
 from __future__ import annotations
 

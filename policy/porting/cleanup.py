@@ -46,7 +46,7 @@ def _path(source: ParsedFile, scope: object) -> str:
 
 
 class Unused(dict[ParsedFile, Edits]):
-    """Edits that delete what a port leaves unread; empty if there is nothing.
+    """Edits that delete the names that a port leaves unread; empty if there are none.
 
     Args:
       before: the names of each file that were unread before the port.

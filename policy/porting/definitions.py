@@ -189,7 +189,7 @@ class Project:
     def targets(
         self, source: ParsedFile, node: cst.BaseExpression, seen: frozenset[str] = frozenset()
     ) -> list[Callee]:
-        """Returns what an expression may be when it is called; none if nothing is known."""
+        """Returns the callables that an expression may be; none if nothing is known."""
         imported, name = source.imported(node), last_name(node)
         if isinstance(node, cst.Name) and name == "cls":
             own = source.class_of(node) or ""
@@ -236,7 +236,7 @@ class Project:
 
     @functools.cached_property
     def splatted(self) -> dict[str, tuple[ParsedFile, cst.CSTNode]]:
-        """The names of what is called with ``**``, each with a call."""
+        """The names of callables that are called with ``**``, each with a call."""
         return {
             target.name: (source, node)
             for source in self.sources
@@ -305,7 +305,7 @@ class Project:
         return [t for where, value in returned for t in self.targets(where, value, seen | {name})]
 
     def unpacked(self, name: str) -> list[Callee]:
-        """Returns what is called with ``**name``."""
+        """Returns the callables that are called with ``**name``."""
         return [
             target
             for source in self.sources

@@ -1,4 +1,4 @@
-"""Names and functions that have to do with dtypes, and what a policy does in their place."""
+"""Names and functions that have to do with dtypes, and the policy in their place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def constant(name: str) -> str | None:
     """Returns the dtype's name of ``jax.numpy.float32``, ``numpy.int32``, ``"bfloat16"``, or None.
 
     Args:
-      name: of what is imported, or a text.
+      name: of an import, or a text.
     """
     module, _, last = name.rpartition(".")
     known = not module or module.split(".")[0] in ("jax", "numpy", "ml_dtypes", "tensorflow")
@@ -53,7 +53,7 @@ _STAGES = {
 
 
 def stage(name: str) -> str | None:
-    """Returns what a policy does in a stage that has a dtype of its own, as in `softmax_dtype`."""
+    """Returns a policy's rule for a stage that has a dtype of its own, as in `softmax_dtype`."""
     words = name.lower().split("_")
     for word, text in _STAGES.items():
         if any(

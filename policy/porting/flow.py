@@ -1,4 +1,4 @@
-"""Follows dtypes from fields and parameters to layers, casts and calls; decides which may go."""
+"""Follows dtypes from fields and parameters to layers, casts and calls."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Use:
 
 
 class DtypeFlow(SlotReader):
-    """The slots of a project whose names match a pattern, their uses, and what goes.
+    """The slots of a project whose names match a pattern, their uses, and those that go.
 
     Args:
       project: the given files.
@@ -165,7 +165,7 @@ class DtypeFlow(SlotReader):
         return changed
 
     def _check_owners(self) -> None:
-        """Keeps what other files pass or read, and parameters of methods that Python calls."""
+        """Keeps slots that other files pass or read, and parameters of methods that Python calls."""
         for slot, places in self._declared.items():
             kind, owner, name = slot
             for definition in self.project.definitions.get(owner, ()) if kind != "local" else ():

@@ -72,13 +72,13 @@ class ParsedFile:
         return {scope for scope in self._scopes.values() if scope is not None}
 
     def assignments(self, name: cst.Name) -> list[Any]:
-        """Returns what a name is bound to, by LibCST's scopes; built-in names are left out."""
+        """Returns the bindings of a name, by LibCST's scopes; built-in names are left out."""
         scope = self._scopes.get(name)
         found = scope[name.value] if scope is not None else ()
         return [a for a in found if hasattr(a, "node")]
 
     def imported(self, node: cst.CSTNode) -> str:
-        """Returns the dotted name of what is imported, as in ``jax.numpy.zeros``, or ``""``."""
+        """Returns the dotted name of an import, as in ``jax.numpy.zeros``, or ``""``."""
         inner = node
         while isinstance(inner, cst.Attribute):
             inner = inner.value
