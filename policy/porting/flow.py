@@ -165,7 +165,7 @@ class DtypeFlow(SlotReader):
         return changed
 
     def _check_owners(self) -> None:
-        """Keeps slots that other files pass or read, and parameters of methods that Python calls."""
+        """Keeps slots that other files pass or read, and parameters of special methods."""
         for slot, places in self._declared.items():
             kind, owner, name = slot
             for definition in self.project.definitions.get(owner, ()) if kind != "local" else ():
