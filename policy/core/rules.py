@@ -213,7 +213,8 @@ class PolicyRules:
             rules = "Rules" if len(unmatched) > 1 else "Rule"
             raise ValueError(
                 f"{rules} {', '.join(map(pattern_text, unmatched))} matched no module. Modules "
-                f"seen: {listed}.{_without_class(unmatched, modules)}"
+                f"seen: {listed}.{_without_class(unmatched, modules)} Rules for a part of a model "
+                "that this call leaves out: PolicyRules(rules, strict=False)."
             )
         for i, (pattern, policy, where) in enumerate(applied):
             by = [other for other, held, there in applied[:i] if where <= there and held != policy]
