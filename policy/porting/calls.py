@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import libcst as cst
 
 from policy.porting import dtypes
-from policy.porting.definitions import Callee, last_name
+from policy.porting.definitions import Callee, all_parameters, last_name
 from policy.porting.dtypes import DATA, Slot
 from policy.porting.edits import is_pure
-from policy.porting.operands import float32_of, is_float_array, is_variable
-from policy.porting.slots import value_of
+from policy.porting.operands import (
+    float32_of,
+    is_float_array,
+    is_of_model,
+    is_promoted,
+    is_reduced,
+    is_variable,
+    may_be_integer,
+)
 from policy.porting.sources import ParsedFile
 
 if TYPE_CHECKING:
     from policy.porting.flow import DtypeFlow
 
+_CAST_KEYWORDS = ("dtype", "new_dtype")
+_TREE_MAPS = ("jax.tree.map", "jax.tree_map", "jax.tree_util.tree_map")
 _COPIES = ("replace", "_replace", "clone", "copy", "create")
 
 
@@ -41,78 +49,91 @@ def read_call(flow: DtypeFlow, source: ParsedFile, node: cst.Call) -> None:
 def _read_cast(flow: DtypeFlow, source: ParsedFile, node: cst.Call) -> bool:
     """Reads ``x.astype(dtype)`` and ``jnp.asarray(x, dtype)``; False for other calls."""
     name, imported = last_name(node.func), source.imported(node.func)
-    is_method = isinstance(node.func, cst.Attribute) and not imported and name == "astype"
-    if is_method and len(node.args) == 1:
-        operand, given = node.func.value, node.args[0]  # type: ignore[union-attr]
-    elif (
-        imported.startswith(("jax.", "numpy."))
-        and name in dtypes.CAST_FUNCTIONS
-        and len(node.args) > 1
-    ):
-        operand, given = node.args[0].value, node.args[1]
-        if given.keyword and given.keyword.value not in ("dtype", "new_dtype"):
-            return False
+    if isinstance(node.func, cst.Attribute) and not imported and name == "astype":
+        operand, given, rest = node.func.value, node.args[:1], node.args[1:]
+    elif imported.startswith(("jax.", "numpy.")) and name in dtypes.CAST_FUNCTIONS and node.args:
+        operand, given, rest = node.args[0].value, node.args[1:2], ()
     else:
         return False
-    slots = flow.slots(source, given.value)
+    if not given or rest or (given[0].keyword and given[0].keyword.value not in _CAST_KEYWORDS):
+        return False
+    dtype = given[0].value
+    slots = flow.slots(source, dtype)
     if slots is None:
         return False
     flow.visit(source, operand)
-    is_back = slots == {DATA} and _is_back(flow, source, given.value, operand)
-    if not is_back and not slots - {DATA}:
-        _note_cast(flow, source, node, given.value, slots)
-        return True
-    value, statement = _operand_edit(flow, source, node, operand, imported), source.parent(node)
-    if value is None:
-        flow.use(source, given.value, reason="the file doesn't import jax.numpy")
-    elif value == "operand" and _assigns_itself(source, statement, operand):
-        flow.use(source, given.value, edits=[(source.parent(statement), None)])
-    elif value == "operand":
-        parenthesised = _needs_parentheses(source, node, operand)
-        change = functools.partial(
-            _operand_of,
-            is_method=is_method,
-            parenthesised=parenthesised,
-            is_variable=is_variable(source, operand),
-        )
-        flow.use(source, given.value, edits=[(node, change)])
+    tree = _mapped(source, node, operand)
+    if tree is not None and slots - {DATA} and is_float_array(flow.project, source, tree):
+        node, operand = source.enclosing(node, cst.Call), tree
+    is_float = not imported.startswith("numpy.") and is_float_array(flow.project, source, operand)
+    followed = bool(slots - {DATA})
+    if followed and not is_float and not is_promoted(flow.project, source, node):
+        value = float32_of(source)
+        change = [(dtype, lambda _: value)]
+        reason = "the file doesn't import jax.numpy" if value is None else None
+        flow.use(source, dtype, edits=change, reason=reason)
+    elif followed or _is_needless(flow, source, node, dtype, operand, slots, is_float):
+        flow.use(source, dtype, edits=[_without_cast(source, node, operand)])
     else:
-        flow.use(source, given.value, edits=[(given.value, lambda _: value)])
+        _note_cast(flow, source, node, dtype, slots)
     return True
 
 
-def _is_back(flow: DtypeFlow, source: ParsedFile, dtype: cst.CSTNode, operand: cst.CSTNode) -> bool:
-    """Returns whether a module casts floats back to the dtype of its input, a float then."""
-    classes = flow.project.classes(source.class_of(operand) or "")
-    bound = source.assignments(dtype) if isinstance(dtype, cst.Name) else []
-    values = [value_of(source, a.node) for a in bound if isinstance(a.node, cst.Name)]
-    text = " ".join(source.code(value) for value in (*values, dtype) if value is not None)
-    return (
-        any(map(flow.project.is_flax_class, classes))
-        and is_float_array(flow.project, source, operand)
-        and re.search("image|pixel|token|mask|index|indices|ids|label", text) is None
-    )
+def _mapped(source: ParsedFile, node: cst.Call, operand: cst.CSTNode) -> cst.BaseExpression | None:
+    """Returns the tree of ``jax.tree.map(lambda x: x.astype(dtype), tree)``, or None."""
+    function = source.parent(node)
+    call = source.enclosing(node, cst.Call)
+    is_lambda = isinstance(function, cst.Lambda) and isinstance(operand, cst.Name)
+    if not is_lambda or source.imported(call.func) not in _TREE_MAPS or len(call.args) != 2:
+        return None
+    names = [param.name.value for param in all_parameters(function)]
+    return call.args[1].value if names == [operand.value] else None  # type: ignore[union-attr]
 
 
-def _operand_edit(
-    flow: DtypeFlow, source: ParsedFile, node: cst.Call, operand: cst.CSTNode, imported: str
-) -> Any:
-    """Returns "operand" if a cast of floats may go, or the float32 that it is replaced by."""
-    is_numpy = imported.startswith("numpy.")
-    if not is_numpy and is_float_array(flow.project, source, operand):
-        return "operand"
-    return float32_of(source)
+def _is_needless(
+    flow: DtypeFlow,
+    source: ParsedFile,
+    node: cst.Call,
+    dtype: cst.CSTNode,
+    operand: cst.CSTNode,
+    slots: frozenset[Slot],
+    is_float: bool,
+) -> bool:
+    """Returns whether a cast in a model's code goes, which casts floats back to their input's
+    dtype, or to float32 what a policy takes in float32 anyway.
+    """
+    if flow.is_scale or not is_of_model(flow.project, source, node):
+        return False
+    if slots:
+        return is_float and not may_be_integer(flow.project, source, dtype)
+    if flow.constants(source, dtype) != {"float32"}:
+        return False
+    owners = [source.class_of(node), getattr(source.enclosing(node, cst.FunctionDef), "name", None)]
+    names = [getattr(owner, "value", owner) or "" for owner in owners]
+    is_norm = any(name.lower().endswith("norm") for name in names)
+    is_integer = may_be_integer(flow.project, source, operand)
+    return (is_norm or is_reduced(source, node)) and not is_integer
 
 
-def _operand_of(
-    updated: cst.Call, *, is_method: bool, parenthesised: bool, is_variable: bool
-) -> cst.BaseExpression:
-    operand = updated.func.value if is_method else updated.args[0].value  # type: ignore
-    if is_variable:
-        return cst.parse_expression("_[...]").with_changes(value=operand)
-    if parenthesised:
-        return operand.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-    return operand
+def _without_cast(
+    source: ParsedFile, node: cst.Call, operand: cst.CSTNode
+) -> tuple[cst.CSTNode, object]:
+    """Returns the edit that puts an operand in the place of its cast."""
+    statement = source.parent(node)
+    if _assigns_itself(source, statement, operand):
+        return source.parent(statement), None
+    places = [i for i, arg in enumerate(node.args) if arg.value is operand]
+    variable, parentheses = is_variable(source, operand), _needs_parentheses(source, node, operand)
+
+    def change(updated: cst.Call) -> cst.BaseExpression:
+        inner: Any = updated.args[places[0]].value if places else updated.func.value  # type: ignore
+        if variable:
+            return cst.parse_expression("_[...]").with_changes(value=inner)
+        if parentheses:
+            return inner.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+        return inner
+
+    return node, change
 
 
 def _needs_parentheses(source: ParsedFile, node: cst.Call, operand: cst.CSTNode) -> bool:

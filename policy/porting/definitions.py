@@ -34,6 +34,11 @@ class Definition:
     def is_class(self) -> bool:
         return isinstance(self.node, cst.ClassDef)
 
+    def returned(self) -> list[cst.BaseExpression]:
+        """Returns the values that a function returns; none of a class."""
+        found = [] if self.is_class else list(nodes_of(self.node))
+        return [n.value for n in found if isinstance(n, cst.Return) and n.value is not None]
+
 
 @dataclasses.dataclass(frozen=True)
 class Callee:
@@ -139,8 +144,7 @@ class Project:
             return {source.class_of(node) or ""}
         name = last_name(node)
         found: set[str] = set()
-        annotations = [value for text, value in self._annotated(source, node, name) if text]
-        for annotation in annotations:
+        for annotation in self.annotations(source, node):
             found |= {n for n in _names_within(annotation) if self.classes(n)}
         if found or not depth:
             return found
@@ -156,22 +160,30 @@ class Project:
                 found |= self.classes_of(where, value, depth - 1)
         return found
 
-    def _annotated(
-        self, source: ParsedFile, node: cst.BaseExpression, name: str
-    ) -> Iterator[tuple[str, cst.BaseExpression]]:
+    def annotations(self, source: ParsedFile, node: cst.BaseExpression) -> list[cst.BaseExpression]:
+        """Returns the annotations of a parameter, or of an attribute that is a field."""
+        found: list[cst.CSTNode] = []
         if isinstance(node, cst.Name):
-            for assignment in source.assignments(node):
-                one = assignment.node
-                if isinstance(one, cst.Param) and one.annotation:
-                    yield name, one.annotation.annotation
+            found = [a.node for a in source.assignments(node) if isinstance(a.node, cst.Param)]
         elif isinstance(node, cst.Attribute):
-            for definition in self.definitions.get(source.class_of(node) or "", ()):
-                one = definition.parameters.get(name)
-                annotation = getattr(one, "annotation", None)
-                if annotation is None and isinstance(one, cst.SimpleStatementLine):
-                    annotation = getattr(one.body[0], "annotation", None)
-                if annotation is not None:
-                    yield name, annotation.annotation
+            name, given = node.attr.value, self.definitions.get(source.class_of(node) or "", ())
+            found = [d.parameters[name] for d in given if name in d.parameters]
+        inner = [n.body[0] if isinstance(n, cst.SimpleStatementLine) else n for n in found]
+        marks = [getattr(one, "annotation", None) for one in inner]
+        return [mark.annotation for mark in marks if mark is not None]
+
+    @functools.cached_property
+    def called_by_modules(self) -> set[str]:
+        """The names of given functions that modules call, or functions that these call."""
+        owners = [d for many in self.definitions.values() for d in many]
+        stack = [d for d in owners if d.is_class and self.is_flax_class(d)]
+        found: set[str] = set()
+        while stack:
+            calls = [n for n in nodes_of(stack.pop().node) if isinstance(n, cst.Call)]
+            new = {last_name(call.func) for call in calls} & self.definitions.keys() - found
+            found |= new
+            stack += [d for name in new for d in self.definitions[name] if not d.is_class]
+        return found
 
     def made_by(self, definition: Definition, name: str) -> str | None:
         """Returns the class that a class method makes with its ``**`` arguments, a name's owner."""
@@ -295,13 +307,8 @@ class Project:
             module = source.imported(values[0])
             return self._imported(module) if is_flax(module) else [Callee("any", source.code(node))]
         made = self.targets(source, node.func, seen) if name not in seen else []
-        returned = [
-            (t.definition.source, one.value)
-            for t in made
-            if t.definition is not None and not t.definition.is_class
-            for one in nodes_of(t.definition.node)
-            if isinstance(one, cst.Return) and one.value is not None
-        ]
+        given = [t.definition for t in made if t.definition is not None]
+        returned = [(d.source, value) for d in given for value in d.returned()]
         return [t for where, value in returned for t in self.targets(where, value, seen | {name})]
 
     def unpacked(self, name: str) -> list[Callee]:

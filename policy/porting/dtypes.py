@@ -112,7 +112,7 @@ _FOLLOWS = re.compile(
 )
 FLOAT_PARAMETERS = re.compile(
     r"(query|key|value|q|k|v|[qkv]_proj|logits|probs|kernel|bias|scale|weights?|w|hidden_states|residual|encoded|"
-    r"inputs_(q|kv)|embeddings?|normed\w*)"
+    r"inputs_(q|kv)|embeddings?|normed\w*|lora_weights|sin|cos)"
 )
 
 

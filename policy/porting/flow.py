@@ -131,7 +131,8 @@ class DtypeFlow(SlotReader):
 
     def _settle(self) -> None:
         for slot, places in self._declared.items():
-            if not self.is_scale and (text := dtypes.stage(slot[2])):
+            text = None if self.is_scale else dtypes.stage(slot[2])
+            if text is not None and not self._is_float32_softmax(slot):
                 self.keep([slot], *places[0], text, chosen=True)
         changed = True
         while changed:
@@ -139,6 +140,12 @@ class DtypeFlow(SlotReader):
             for use in self.uses:
                 changed |= self._settle_use(use)
             changed = changed or self._settle_tests()
+
+    def _is_float32_softmax(self, slot: Slot) -> bool:
+        """Returns whether a dtype of softmaxes is nothing but float32: a policy's is, too."""
+        given = [use for use in self.uses if slot in use.flows]
+        chosen = [self.constants(use.source, use.node) for use in given if not use.slots]
+        return "softmax" in slot[2] and bool(chosen) and all(c == {"float32"} for c in chosen)
 
     def _settle_use(self, use: Use) -> bool:
         if use.reason is not None:

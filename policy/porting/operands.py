@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import libcst as cst
 
 from policy.porting import dtypes
 from policy.porting.definitions import Project, assigned, is_self, last_name
-from policy.porting.sources import ParsedFile
+from policy.porting.slots import value_of
+from policy.porting.sources import ParsedFile, nodes_of
+
+_NO_FLOATS = re.compile(
+    "image|pixel|token|mask|index|indices|ids|label|position|segment|bool", re.IGNORECASE
+)
+# functions whose operands a policy takes in float32, and what may stand between
+_REDUCTIONS = ("mean", "var", "std", "softmax", "log_softmax", "logsumexp")
+_BETWEEN = ("square", "abs", "power")
+_PRODUCTS = ("einsum", "dot", "matmul", "tensordot", "multiply")
 
 
 def is_float_array(project: Project, source: ParsedFile, node: cst.CSTNode, depth: int = 8) -> bool:
@@ -18,7 +30,8 @@ def is_float_array(project: Project, source: ParsedFile, node: cst.CSTNode, dept
         return is_float_array(project, source, one, depth - 1)
 
     if isinstance(node, cst.BinaryOperation):
-        return inner(node.left) or inner(node.right)
+        divides = isinstance(node.operator, cst.Divide) and is_of_model(project, source, node)
+        return divides or inner(node.left) or inner(node.right)
     if isinstance(node, (cst.UnaryOperation, cst.Subscript)):
         return inner(node.expression if isinstance(node, cst.UnaryOperation) else node.value)
     if isinstance(node, cst.IfExp):
@@ -88,7 +101,20 @@ def _is_float_call(project: Project, source: ParsedFile, node: cst.Call, depth: 
     if isinstance(node.func, cst.Call):
         name = last_name(node.func.func)
         return bool(project.targets(source, node.func.func)) and "mask" not in name
-    return not imported and not project.definitions.get(name) and project.is_module(name)
+    if given := [] if imported else project.definitions.get(name, []):
+        returned = [(d.source, value) for d in given for value in d.returned()]
+        return bool(returned) and all(
+            is_float_array(project, where, value, depth - 1) for where, value in returned
+        )
+    return not imported and (project.is_module(name) or _is_module_field(project, source, node))
+
+
+def _is_module_field(project: Project, source: ParsedFile, node: cst.Call) -> bool:
+    """Returns whether a call is of a field of `self` that is annotated as a module."""
+    if not isinstance(node.func, cst.Attribute) or not is_self(node.func.value):
+        return False
+    found = project.annotations(source, node.func)
+    return bool(found) and all(last_name(one).endswith("Module") for one in found)
 
 
 def _is_float_name(project: Project, source: ParsedFile, node: cst.Name, depth: int) -> bool:
@@ -102,14 +128,88 @@ def _is_float_name(project: Project, source: ParsedFile, node: cst.Name, depth: 
         statement = source.enclosing(target, cst.Assign, cst.AnnAssign, cst.AugAssign)
         if isinstance(statement, cst.AugAssign):
             continue
-        value = getattr(statement, "value", None)
+        value = value_of(source, target) or getattr(statement, "value", None)
         if value is None or not is_float_array(project, source, value, depth - 1):
             return False
         suite = source.enclosing(target, cst.BaseSuite, cst.Module)
         if id(suite) in blocks:
             return True
-    parameters = [a.node for a in assignments if isinstance(a.node, cst.Param)]
-    return bool(parameters) and bool(dtypes.FLOAT_PARAMETERS.fullmatch(node.value))
+    if not any(isinstance(a.node, cst.Param) for a in assignments):
+        return False
+    is_annotated = any(_is_float_annotation(one) for one in project.annotations(source, node))
+    return is_annotated or bool(dtypes.FLOAT_PARAMETERS.fullmatch(node.value))
+
+
+def _is_float_annotation(node: cst.BaseExpression) -> bool:
+    """Returns whether an annotation of jaxtyping's names floats and nothing else."""
+    kinds = {n.value for n in nodes_of(node) if isinstance(n, cst.Name)}
+    return "Float" in kinds and not kinds & {"Int", "UInt", "Integer", "Bool", "Num", "Shaped"}
+
+
+# --------------------------------------------------------------------------------------------------
+# Code of models
+# --------------------------------------------------------------------------------------------------
+
+
+def is_of_model(project: Project, source: ParsedFile, node: cst.CSTNode) -> bool:
+    """Returns whether code is a module's, or that of a function that modules call."""
+    if any(map(project.is_flax_class, project.classes(source.class_of(node) or ""))):
+        return True
+    function = source.enclosing(node, cst.FunctionDef)
+    return function is not None and function.name.value in project.called_by_modules
+
+
+def may_be_integer(project: Project, source: ParsedFile, node: cst.CSTNode) -> bool:
+    """Returns whether an expression, or the values of a variable, are named like integers."""
+    bound = source.assignments(node) if isinstance(node, cst.Name) else []
+    values = [value_of(source, a.node) for a in bound if isinstance(a.node, cst.Name)]
+    for one in [value for value in values if value is not None] or [node]:
+        array = one
+        if isinstance(one, cst.Attribute) and one.attr.value == "dtype":
+            array = one.value
+        if _NO_FLOATS.search(source.code(one)) and not is_float_array(project, source, array):
+            return True
+    return False
+
+
+def is_reduced(source: ParsedFile, node: cst.CSTNode) -> bool:
+    """Returns whether a value is used by means, variances and softmaxes alone."""
+
+    def inner(one: cst.CSTNode) -> bool:
+        return is_reduced(source, one)
+
+    parent = source.parent(node)
+    if isinstance(parent, cst.Arg):
+        call = source.parent(parent)
+        name = last_name(call.func) if isinstance(call, cst.Call) else ""
+        return name in _REDUCTIONS or (name in _BETWEEN and inner(call))
+    if isinstance(parent, cst.BinaryOperation) and isinstance(parent.operator, cst.Power):
+        return inner(parent)
+    if isinstance(parent, cst.Attribute) and isinstance(source.parent(parent), cst.Call):
+        return parent.attr.value in ("mean", "var", "std")
+    return _all_uses(source, node, inner)
+
+
+def is_promoted(project: Project, source: ParsedFile, node: cst.CSTNode) -> bool:
+    """Returns whether a value is used by products with floats alone, which promote integers."""
+    parent, others = source.parent(node), []
+    if isinstance(parent, cst.Arg) and isinstance(call := source.parent(parent), cst.Call):
+        if last_name(call.func) in _PRODUCTS:
+            others = [arg.value for arg in call.args if arg is not parent]
+    elif isinstance(parent, cst.BinaryOperation):
+        others = [parent.left if parent.right is node else parent.right]
+    if others:
+        return any(is_float_array(project, source, other) for other in others)
+    return _all_uses(source, node, lambda use: is_promoted(project, source, use))
+
+
+def _all_uses(source: ParsedFile, node: cst.CSTNode, holds: Callable[[cst.CSTNode], bool]) -> bool:
+    """Returns whether a value is assigned to a variable all of whose uses hold a condition."""
+    parent = source.parent(node)
+    if not isinstance(parent, cst.Assign) or not isinstance(parent.targets[0].target, cst.Name):
+        return False
+    uses = source.reads(parent.targets[0].target)
+    return bool(uses) and all(map(holds, uses))
 
 
 def float32_of(source: ParsedFile) -> cst.BaseExpression | None:

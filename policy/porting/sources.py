@@ -77,6 +77,14 @@ class ParsedFile:
         found = scope[name.value] if scope is not None else ()
         return [a for a in found if hasattr(a, "node")]
 
+    def reads(self, target: cst.Name) -> list[cst.CSTNode]:
+        """Returns the uses of a name from an assignment to the next one, by their lines."""
+        line, bound = self.order(target), self.assignments(target)
+        later = [n for a in bound if (n := self.order(a.node)) > line]
+        end = min(later, default=len(self.lines))
+        uses = {access.node for a in bound for access in a.references}
+        return [use for use in uses if line < self.order(use) <= end]
+
     def imported(self, node: cst.CSTNode) -> str:
         """Returns the dotted name of an import, as in ``jax.numpy.zeros``, or ``""``."""
         inner = node

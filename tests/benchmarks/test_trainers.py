@@ -47,13 +47,32 @@ def test_a_port_is_the_sources_with_their_edits(tmp_path, monkeypatch):
     (tmp_path / "edits" / "own" / "model.ed").write_text("4,5c\nFOUR\n.\n1d\n")
     monkeypatch.setattr(sources, "EDITS", tmp_path / "edits")
     upstream = sources.fetch(trainer, checkouts, tmp_path / "upstream")
-    assert sources.port(trainer, upstream, tmp_path / "port") == (3, 1)
+    assert sources.port(trainer, upstream, tmp_path / "port") == sources.Lines(3, 1)
     assert (tmp_path / "port" / "model").read_text() == "two\nthree\nFOUR\n"
     with pytest.raises(ValueError, match=r"git clone https://example\.org, commit 1"):
         sources.fetch(trainer, None, tmp_path / "none")
     other = dataclasses.replace(trainer, files={"model": "0"})
     with pytest.raises(ValueError, match="model of own should have sha256 0, but has"):
         sources.fetch(other, checkouts, tmp_path / "other")
+
+
+def test_a_port_by_the_codemod_is_counted_beside_the_edits(tmp_path, monkeypatch):
+    layer = "        return nn.Dense(4, dtype=self.dtype)(x)\n"
+    text = "from flax import linen as nn\nclass Net(nn.Module):\n    dtype: str = 'float32'\n"
+    text += f"    def __call__(self, x):\n        # a layer\n{layer}"
+    upstream = tmp_path / "upstream"
+    upstream.mkdir()
+    (upstream / "net.py").write_text(text)
+    (tmp_path / "own").mkdir()
+    script = (
+        "5,6c\n        return nn.Dense(4)(x)\n.\n3d\n1c\nfrom mpmodules import linen as nn\n.\n"
+    )
+    (tmp_path / "own" / "net.py.ed").write_text(script)
+    monkeypatch.setattr(sources, "EDITS", tmp_path)
+    found = sources.port(_trainer(), upstream, tmp_path / "port", by_codemod=True)
+    assert found == sources.Lines(removed=4, added=2, dtypes=2, both=3, both_dtypes=2)
+    made = (tmp_path / "port" / "net.py").read_text()
+    assert "dtype" not in made and "# a layer" in made
 
 
 def _found(way, value, digest="a"):
@@ -76,6 +95,10 @@ def test_a_port_is_compared_with_upstream_in_float32_and_in_bfloat16():
     worse = compared(_found("own dtype", 1.25), _found("port", 1.5, digest="b"))
     assert worse["identical"] == "differs in arrays [0]"
     assert list(tables.missed("model", worse)) == ["model: outputs", "model: import swap"]
+    made = tables.codemod_record(worse, sources.Lines(both=3))
+    assert made["both"] == 3 and made["ways"].keys() == {"port"}
+    both = list(tables.missed("model", record | {"codemod": made}))
+    assert both == ["model, by the codemod: import swap"]
 
 
 @pytest.mark.parametrize("name", names())

@@ -96,6 +96,116 @@ RULES = {
                 return jnp.tanh(y)
         """,
     ),
+    "casts back, and to float32 in norms and softmaxes": (
+        """
+        def rotated(x, sin, cos):
+            first, second = jnp.split(x, 2, axis=-1)
+            return jnp.concatenate([first * cos, second * sin]).astype(x.dtype)
+
+
+        def attend(q, k, softmax_dtype=jnp.float32):
+            logits = jnp.einsum("td,sd->ts", q, k).astype(softmax_dtype)
+            wide = logits.astype(jnp.float32)
+            return jax.nn.softmax(wide, axis=-1).astype(q.dtype)
+
+
+        class RMSNorm(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                dtype = x.dtype
+                x = x.astype(jnp.float32)
+                scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+                return (x / jnp.sqrt(jnp.mean(x**2, axis=-1)) * scale).astype(dtype)
+
+
+        class Net(nn.Module):
+            norm: nn.Module
+
+            @nn.compact
+            def __call__(self, x, sin, cos, tokens):
+                variance = jnp.var(x.astype(jnp.float32), axis=-1)
+                share = jnp.mean(tokens.astype(jnp.float32))
+                kept = x.astype(jnp.float32) + share
+                x = self.norm(rotated(x, sin, cos)).astype(x.dtype)
+                return attend(x, x), (tokens * sin).astype(tokens.dtype), variance, kept
+
+
+        def outside(x, sin):
+            return (x * sin).astype(x.dtype)
+        """,
+        """
+        def rotated(x, sin, cos):
+            first, second = jnp.split(x, 2, axis=-1)
+            return jnp.concatenate([first * cos, second * sin])
+
+
+        def attend(q, k):
+            logits = jnp.einsum("td,sd->ts", q, k)
+            wide = logits
+            return jax.nn.softmax(wide, axis=-1)
+
+
+        class RMSNorm(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+                return (x / jnp.sqrt(jnp.mean(x**2, axis=-1)) * scale)
+
+
+        class Net(nn.Module):
+            norm: nn.Module
+
+            @nn.compact
+            def __call__(self, x, sin, cos, tokens):
+                variance = jnp.var(x, axis=-1)
+                share = jnp.mean(tokens.astype(jnp.float32))
+                kept = x.astype(jnp.float32) + share
+                x = self.norm(rotated(x, sin, cos))
+                return attend(x, x), (tokens * sin).astype(tokens.dtype), variance, kept
+
+
+        def outside(x, sin):
+            return (x * sin).astype(x.dtype)
+        """,
+    ),
+    "casts of trees, of results and of factors": (
+        """
+        class Embedder(nn.Module):
+            @nn.compact
+            def encode(self, tokens):
+                table = self.param("table", nn.initializers.normal(), (4, 4))
+                return table[tokens]
+
+
+        class Net(nn.Module):
+            embedder: Embedder
+            embed_dtype: str
+
+            def __call__(self, tokens, embedded: Sequence[Float[Array, "b d"]], x, y):
+                embedded = jax.tree.map(lambda e: e.astype(self.embed_dtype), embedded)
+                factor = x.astype(self.embed_dtype)
+                other = y.astype(self.embed_dtype)
+                embedded.append(jnp.dot(factor, jnp.ones((4, 4))))
+                return embedded, self.embedder.encode(tokens).astype(self.embed_dtype), other
+        """,
+        """
+        class Embedder(nn.Module):
+            @nn.compact
+            def encode(self, tokens):
+                table = self.param("table", nn.initializers.normal(), (4, 4))
+                return table[tokens]
+
+
+        class Net(nn.Module):
+            embedder: Embedder
+
+            def __call__(self, tokens, embedded: Sequence[Float[Array, "b d"]], x, y):
+                factor = x
+                other = y.astype(jnp.float32)
+                embedded.append(jnp.dot(factor, jnp.ones((4, 4))))
+                return embedded, self.embedder.encode(tokens), other
+        """,
+    ),
     "casts of what may be integers": (
         """
         class Stem(nn.Module):
