@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as linen
@@ -25,7 +25,6 @@ from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.scope import NO_SOURCE, current_scope
 from policy.programs.marks import BOUNDARY
-from policy.programs.thread import during
 
 # --------------------------------------------------------------------------------------------------
 # References
@@ -62,9 +61,15 @@ class _Calls(threading.local):
 
     recorded: Any = None
 
-    def noting(self, **values: Any) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def noting(self, **values: Any) -> Iterator[None]:
         """Sets attributes for a block."""
-        return during(self, **values)
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
 
 class _LinenCalls(_Calls):
