@@ -45,11 +45,11 @@ thread = _Thread()
 
 
 @contextlib.contextmanager
-def during(holder: Any = thread, /, **values: Any) -> Iterator[None]:
-    """Sets values of this thread, or attributes of a holder of some, for a block."""
-    before = {name: getattr(holder, name) for name in values}
-    vars(holder).update(values)
+def during(**values: Any) -> Iterator[None]:
+    """Sets values of this thread for a block."""
+    before = {name: getattr(thread, name) for name in values}
+    vars(thread).update(values)
     try:
         yield
     finally:
-        vars(holder).update(before)
+        vars(thread).update(before)
