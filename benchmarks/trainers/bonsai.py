@@ -78,8 +78,8 @@ def _qwen3_logits(model: Any, tokens: Any) -> Any:
 def _gemma3(_: Any, text: dict[str, Any], vision: dict[str, Any], tokens: int) -> Any:
     modeling = importlib.import_module("bonsai.models.gemma3.modeling")
     config = modeling.ModelConfig
-    of_norms = {"norm_dtype": jnp.float32} if hasattr(modeling, "ShardedEmbedding") else {}
-    config = config.gemma3_4b_it(**of_norms)
+    takes_dtype = "norm_dtype" in inspect.signature(config.gemma3_4b_it).parameters
+    config = config.gemma3_4b_it(**({"norm_dtype": jnp.float32} if takes_dtype else {}))
     modes = [modeling.AttentionMode.SLIDE, modeling.AttentionMode.FULL]
     config = dataclasses.replace(
         config,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import libcst as cst
 
 from policy.porting import dtypes
-from policy.porting.definitions import Callee, all_parameters, last_name
+from policy.porting.definitions import Callee, all_parameters, assigned, last_name
 from policy.porting.dtypes import DATA, Slot
 from policy.porting.edits import is_pure
 from policy.porting.operands import (
@@ -292,6 +292,8 @@ class _Call:
         is_param = "param" in name and index >= 2
         is_layer = "flax" in kinds or is_init or is_param or self._is_flax_class()
         if is_layer and (keyword is not None or is_init or is_param):
+            if slots and "router" in self._assigned_name():
+                flow.note(source, self._node, str(dtypes.stage("router")))
             if not slots:
                 self._note_layer(arg)
             elif keyword is not None or is_last:
@@ -308,6 +310,10 @@ class _Call:
             self._array(arg, keyword, index, is_last, imported)
         else:
             self._block(arg, keyword)
+
+    def _assigned_name(self) -> str:
+        statement = self._source.parent(self._node)
+        return last_name(assigned(statement)[0]) if isinstance(statement, cst.Assign) else ""
 
     def _is_flax_class(self) -> bool:
         project = self._flow.project
