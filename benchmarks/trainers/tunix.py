@@ -74,8 +74,7 @@ def models() -> Iterator[Model]:
     large = _shapes(part(_qwen3, **wide))
     yield Model("tunix: Qwen3, with a cache", part(_qwen3, **small), tokens, _logits, True, large)
     experts = part(_qwen3, **small, num_experts=4, num_experts_per_tok=2)
-    rules = {".*router": "float32"}  # as the codemod notes; the port by hand says so of the layer
-    yield Model("tunix: Qwen3, with experts", experts, tokens, _logits, True, rules=rules)
+    yield Model("tunix: Qwen3, with experts", experts, tokens, _logits, True)
 
 
 def _shapes(make: Callable[[Any], Any]) -> Case:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _CAST_KEYWORDS = ("dtype", "new_dtype")
 _TREE_MAPS = ("jax.tree.map", "jax.tree_map", "jax.tree_util.tree_map")
-_COPIES = ("replace", "_replace", "clone", "copy", "create")
 
 
 def read_call(flow: DtypeFlow, source: ParsedFile, node: cst.Call) -> None:
@@ -175,6 +174,11 @@ def _note_cast(
 # --------------------------------------------------------------------------------------------------
 
 
+def _in_float32(updated: cst.Arg) -> cst.Arg:
+    value = cst.SimpleString('"float32"')
+    return updated.with_changes(keyword=cst.Name("dtype_policy"), value=value)
+
+
 class _Call:
     def __init__(self, flow: DtypeFlow, source: ParsedFile, node: cst.Call):
         self._flow, self._source, self._node = flow, source, node
@@ -262,11 +266,6 @@ class _Call:
                 found.add(("argument", target.name, name))
             elif keyword and (owner := flow.project.made_by(target.definition, keyword)):
                 found.add(flow.field(owner, keyword))
-        if self._name in _COPIES and keyword and flow.follows(keyword) and not found:
-            base = getattr(self._node.func, "value", None)
-            classes = flow.project.classes_of(self._source, base) if base is not None else set()
-            owners = classes & flow.project.owners(keyword) or flow.project.owners(keyword)
-            found |= {flow.field(owner, keyword) for owner in owners}
         return found
 
     def _pass(self, arg: cst.Arg, given: Iterable[Slot]) -> None:
@@ -292,10 +291,11 @@ class _Call:
         is_param = "param" in name and index >= 2
         is_layer = "flax" in kinds or is_init or is_param or self._is_flax_class()
         if is_layer and (keyword is not None or is_init or is_param):
-            if slots and "router" in self._assigned_name():
-                flow.note(source, self._node, str(dtypes.stage("router")))
             if not slots:
                 self._note_layer(arg)
+            elif keyword == "dtype" and "flax" in kinds and "router" in self._assigned_name():
+                flow.use(source, arg.value, edits=[(arg, _in_float32)])
+                flow.note(source, arg, "a router stays in float32 for its choice of experts")
             elif keyword is not None or is_last:
                 flow.use(source, arg.value, edits=[(arg, None)])
             elif slots - {DATA}:

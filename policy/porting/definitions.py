@@ -208,11 +208,9 @@ class Project:
             return [Callee("given", own, definition) for definition in self.classes(own)]
         if imported and not isinstance(node, cst.Call):
             return self._imported(imported)
-        if isinstance(node, cst.IfExp):
-            parts = (node.body, node.orelse)
-            return [t for part in parts for t in self.targets(source, part, seen)]
-        if isinstance(node, cst.BooleanOperation):
-            parts = (node.left, node.right)
+        if isinstance(node, (cst.IfExp, cst.BooleanOperation)):
+            is_if = isinstance(node, cst.IfExp)
+            parts = (node.body, node.orelse) if is_if else (node.left, node.right)
             return [t for part in parts for t in self.targets(source, part, seen)]
         if isinstance(node, cst.Call):
             return self._of_call(source, node, seen)

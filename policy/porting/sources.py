@@ -95,9 +95,6 @@ class ParsedFile:
                 return name.name
         return ""
 
-    def is_builtin(self, node: cst.CSTNode, name: str) -> bool:
-        return any(found.name == f"builtins.{name}" for found in self._resolved(node))
-
     def _resolved(self, node: cst.CSTNode) -> Any:
         found = self._names.get(node, ())
         return found() if callable(found) else found

@@ -607,10 +607,10 @@ def test_what_is_left_alone_has_its_reason(name, tmp_path):
     assert reason in notes
 
 
-def test_a_router_without_its_dtype_is_noted(tmp_path):
+def test_a_router_stays_in_float32(tmp_path):
     text = "def f(x, dtype=None):\n    router = nn.Dense(3, dtype=dtype)\n    return router(x)\n"
     (body,), notes = ported(tmp_path, text)
-    assert "nn.Dense(3)" in body and '{"router": "float32"}' in notes
+    assert 'nn.Dense(3, dtype_policy="float32")' in body and "choice of experts" in notes
 
 
 def test_a_cache_goes_with_a_note(tmp_path):
