@@ -65,13 +65,15 @@ def _read_cast(flow: DtypeFlow, source: ParsedFile, node: cst.Call) -> bool:
     if tree is not None and slots - {DATA} and is_float_array(flow.project, source, tree):
         node, operand = source.enclosing(node, cst.Call), tree
     is_float = not imported.startswith("numpy.") and is_float_array(flow.project, source, operand)
+    is_array = name == "astype"  # others take sequences and numbers, too
     followed = bool(slots - {DATA})
-    if followed and not is_float and not is_promoted(flow.project, source, node):
+    promoted = is_array and is_promoted(flow.project, source, node)
+    if followed and not is_float and not promoted:
         value = float32_of(source)
         change = [(dtype, lambda _: value)]
         reason = "the file doesn't import jax.numpy" if value is None else None
         flow.use(source, dtype, edits=change, reason=reason)
-    elif followed or _is_needless(flow, source, node, dtype, operand, slots, is_float):
+    elif followed or _is_needless(flow, source, node, dtype, operand, slots, is_float, is_array):
         flow.use(source, dtype, edits=[_without_cast(source, node, operand)])
     else:
         _note_cast(flow, source, node, dtype, slots)
@@ -97,6 +99,7 @@ def _is_needless(
     operand: cst.CSTNode,
     slots: frozenset[Slot],
     is_float: bool,
+    is_array: bool,
 ) -> bool:
     """Returns whether a cast in a model's code goes, which casts floats back to their input's
     dtype, or to float32 what a policy takes in float32 anyway.
@@ -111,7 +114,7 @@ def _is_needless(
     names = [getattr(owner, "value", owner) or "" for owner in owners]
     is_norm = any(name.lower().endswith("norm") for name in names)
     is_integer = may_be_integer(flow.project, source, operand)
-    return (is_norm or is_reduced(source, node)) and not is_integer
+    return (is_norm or (is_array and is_reduced(source, node))) and not is_integer
 
 
 def _without_cast(

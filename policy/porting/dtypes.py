@@ -111,7 +111,7 @@ _FOLLOWS = re.compile(
     re.VERBOSE,
 )
 FLOAT_PARAMETERS = re.compile(
-    r"(query|key|value|q|k|v|[qkv]_proj|logits|probs|kernel|bias|scale|weights?|w|hidden_states|residual|encoded|"
+    r"(query|key|value|q|k|v|[qkv]_proj|(\w+_)?logits|probs|kernel|bias|scale|weights?|w|hidden_states|residual|encoded|"
     r"inputs_(q|kv)|embeddings?|normed\w*|lora_weights|sin|cos)"
 )
 

@@ -30,8 +30,10 @@ def is_float_array(project: Project, source: ParsedFile, node: cst.CSTNode, dept
         return is_float_array(project, source, one, depth - 1)
 
     if isinstance(node, cst.BinaryOperation):
-        divides = isinstance(node.operator, cst.Divide) and is_of_model(project, source, node)
-        return divides or inner(node.left) or inner(node.right)
+        sides = [node.left, node.right]
+        made = [source.imported(side.func) for side in sides if isinstance(side, cst.Call)]
+        is_quotient = isinstance(node.operator, cst.Divide) and is_of_model(project, source, node)
+        return (is_quotient and any(m.startswith("jax.") for m in made)) or any(map(inner, sides))
     if isinstance(node, (cst.UnaryOperation, cst.Subscript)):
         return inner(node.expression if isinstance(node, cst.UnaryOperation) else node.value)
     if isinstance(node, cst.IfExp):
@@ -161,6 +163,8 @@ def is_of_model(project: Project, source: ParsedFile, node: cst.CSTNode) -> bool
 
 def may_be_integer(project: Project, source: ParsedFile, node: cst.CSTNode) -> bool:
     """Returns whether an expression, or the values of a variable, are named like integers."""
+    if isinstance(node, cst.Name) and dtypes.FLOAT_PARAMETERS.fullmatch(node.value):
+        return False
     bound = source.assignments(node) if isinstance(node, cst.Name) else []
     values = [value_of(source, a.node) for a in bound if isinstance(a.node, cst.Name)]
     for one in [value for value in values if value is not None] or [node]:
@@ -214,20 +218,15 @@ def _all_uses(source: ParsedFile, node: cst.CSTNode, holds: Callable[[cst.CSTNod
 
 def float32_of(source: ParsedFile) -> cst.BaseExpression | None:
     """Returns ``jnp.float32`` by the name that a file imports `jax.numpy` by, or None."""
-    for statement in source.module.body:
-        if not isinstance(statement, cst.SimpleStatementLine):
-            continue
-        for one in statement.body:
-            if isinstance(one, (cst.Import, cst.ImportFrom)) and not isinstance(
-                one.names, cst.ImportStar
-            ):
-                for alias in one.names:
+    for line in source.module.body:
+        for one in getattr(line, "body", ()):
+            if not isinstance(one, (cst.Import, cst.ImportFrom)):
+                continue
+            is_from = isinstance(one, cst.ImportFrom) and one.module is not None
+            module = f"{source.code(one.module)}." if is_from else ""  # type: ignore[arg-type]
+            names = () if isinstance(one.names, cst.ImportStar) else one.names
+            for alias in names:
+                if module + alias.evaluated_name == "jax.numpy":
                     known = alias.evaluated_alias or alias.evaluated_name
-                    if isinstance(one, cst.Import):
-                        is_numpy = alias.evaluated_name == "jax.numpy"
-                    else:
-                        module = source.module.code_for_node(one.module) if one.module else ""
-                        is_numpy = (module, alias.evaluated_name) == ("jax", "numpy")
-                    if is_numpy:
-                        return cst.parse_expression(f"{known}.float32")
+                    return cst.parse_expression(f"{known}.float32")
     return None

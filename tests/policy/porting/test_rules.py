@@ -125,6 +125,7 @@ RULES = {
             def __call__(self, x, sin, cos, tokens):
                 variance = jnp.var(x.astype(jnp.float32), axis=-1)
                 share = jnp.mean(tokens.astype(jnp.float32))
+                share = share + jnp.mean(jnp.asarray([1, 2], jnp.float32))
                 kept = x.astype(jnp.float32) + share
                 x = self.norm(rotated(x, sin, cos)).astype(x.dtype)
                 return attend(x, x), (tokens * sin).astype(tokens.dtype), variance, kept
@@ -159,6 +160,7 @@ RULES = {
             def __call__(self, x, sin, cos, tokens):
                 variance = jnp.var(x, axis=-1)
                 share = jnp.mean(tokens.astype(jnp.float32))
+                share = share + jnp.mean(jnp.asarray([1, 2], jnp.float32))
                 kept = x.astype(jnp.float32) + share
                 x = self.norm(rotated(x, sin, cos))
                 return attend(x, x), (tokens * sin).astype(tokens.dtype), variance, kept
@@ -185,6 +187,8 @@ RULES = {
                 embedded = jax.tree.map(lambda e: e.astype(self.embed_dtype), embedded)
                 factor = x.astype(self.embed_dtype)
                 other = y.astype(self.embed_dtype)
+                table = jnp.asarray([1, 2], self.embed_dtype) * jnp.ones(2)
+                scale = jnp.asarray(1 / len(tokens), self.embed_dtype) * table
                 embedded.append(jnp.dot(factor, jnp.ones((4, 4))))
                 return embedded, self.embedder.encode(tokens).astype(self.embed_dtype), other
         """,
@@ -202,6 +206,8 @@ RULES = {
             def __call__(self, tokens, embedded: Sequence[Float[Array, "b d"]], x, y):
                 factor = x
                 other = y.astype(jnp.float32)
+                table = jnp.asarray([1, 2], jnp.float32) * jnp.ones(2)
+                scale = jnp.asarray(1 / len(tokens), jnp.float32) * table
                 embedded.append(jnp.dot(factor, jnp.ones((4, 4))))
                 return embedded, self.embedder.encode(tokens), other
         """,
