@@ -67,7 +67,8 @@ def _read_cast(flow: DtypeFlow, source: ParsedFile, node: cst.Call) -> bool:
     is_float = not imported.startswith("numpy.") and is_float_array(flow.project, source, operand)
     is_array = name == "astype"  # others take sequences and numbers, too
     followed = bool(slots - {DATA})
-    promoted = is_array and is_promoted(flow.project, source, node)
+    is_number = is_array and not isinstance(operand, cst.Comparison)
+    promoted = is_number and is_promoted(flow.project, source, node)
     if followed and not is_float and not promoted:
         value = float32_of(source)
         change = [(dtype, lambda _: value)]

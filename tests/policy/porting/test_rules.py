@@ -189,6 +189,7 @@ RULES = {
                 other = y.astype(self.embed_dtype)
                 table = jnp.asarray([1, 2], self.embed_dtype) * jnp.ones(2)
                 scale = jnp.asarray(1 / len(tokens), self.embed_dtype) * table
+                scale = (tokens == 1).astype(self.embed_dtype) * jnp.ones(2)
                 embedded.append(jnp.dot(factor, jnp.ones((4, 4))))
                 return embedded, self.embedder.encode(tokens).astype(self.embed_dtype), other
         """,
@@ -208,6 +209,7 @@ RULES = {
                 other = y.astype(jnp.float32)
                 table = jnp.asarray([1, 2], jnp.float32) * jnp.ones(2)
                 scale = jnp.asarray(1 / len(tokens), jnp.float32) * table
+                scale = (tokens == 1).astype(jnp.float32) * jnp.ones(2)
                 embedded.append(jnp.dot(factor, jnp.ones((4, 4))))
                 return embedded, self.embedder.encode(tokens), other
         """,
