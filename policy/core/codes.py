@@ -25,13 +25,12 @@ def largest_magnitude(x: Array, largest: Callable[[Array], Array]) -> Array:
 def nearest_codes(
     x: Array, dtype: DTypeLike, largest: float, smallest: float | None = None
 ) -> Array:
-    """Rounds float32 numbers to codes, which are numbers themselves; those beyond are clipped.
+    """Clips float32 numbers to codes, and rounds them to those of integers; a cast rounds to others.
 
     Args:
       x: in units of the scale.
-      dtype: of the codes: integers, or floats that XLA rounds to.
+      dtype: of the codes, which the caller casts to.
       largest, smallest: the range; None is ``-largest``.
     """
-    limited = jnp.clip(x, -largest if smallest is None else smallest, largest)
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    return (jnp.round(limited) if is_integer else limited).astype(dtype)
+    rounded = jnp.round(x) if jnp.issubdtype(dtype, jnp.integer) else x
+    return jnp.clip(rounded, -largest if smallest is None else smallest, largest)

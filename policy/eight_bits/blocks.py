@@ -61,7 +61,8 @@ def quantise_in_blocks(
         of_array = jnp.where(jnp.isfinite(whole), 1 / encode, jnp.nan)
         scale = jnp.minimum(largest / limit * encode, most).astype(blocks.scale)
         inverse = jnp.minimum(1 / (scale.astype(jnp.float32) * of_array), _LARGEST)
-    codes = _rounded(jnp.clip(x * inverse, -limit, limit), dtype).astype(dtype)
+    limited = jnp.minimum(jnp.maximum(x * inverse, -limit), limit)
+    codes = _rounded(limited, dtype).astype(dtype)
     codes = jnp.reshape(codes, (*shape[:2], -1))
     # Without it XLA takes the casts out where it widens the codes again.
     codes, scale = map(lax.optimization_barrier, (codes, lax.squeeze(scale, (3,))))

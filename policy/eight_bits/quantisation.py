@@ -138,7 +138,7 @@ def quantise_by(
     limit = float(jnp.finfo(dtype).max) if is_exact else 127.0
     dropped = 23 if is_exact else 23 - int(jnp.finfo(scale_dtype).nmant)
     scale = jnp.maximum(rounded_up(largest / limit, dropped), _SMALLEST_SCALE)
-    codes = nearest_codes(wide / beside(scale), dtype, limit)
+    codes = nearest_codes(wide / beside(scale), dtype, limit).astype(dtype)
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
     return ScaledCodes(codes, scale.astype(scale_dtype))
 

@@ -46,11 +46,11 @@ def quantised(
         table = np.asarray(kind.table, np.float32)
         between = (table[1:] + table[:-1]) / 2
         codes = jnp.asarray(sum((unit > float(each)).astype(jnp.int32) for each in between))
-        codes = codes.astype(kind.dtype)
     elif kind.largest < 0:
         codes = nearest_codes(unit, kind.dtype, -kind.largest - 1, kind.largest)
     else:
         codes = nearest_codes(unit, kind.dtype, kind.largest, smallest)
+    codes = codes.astype(kind.dtype)
     if minimum is None:
         return codes, jnp.squeeze(scale, axis)
     return codes, jnp.concatenate([scale, minimum], axis)
