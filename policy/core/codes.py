@@ -25,7 +25,7 @@ def largest_magnitude(x: Array, largest: Callable[[Array], Array]) -> Array:
 def nearest_codes(
     x: Array, dtype: DTypeLike, largest: float, smallest: float | None = None
 ) -> Array:
-    """Clips float32 numbers to codes, and rounds them to those of integers; a cast rounds to others.
+    """Clips float32 numbers to codes, and rounds them to integers; other codes a cast rounds to.
 
     Args:
       x: in units of the scale.
