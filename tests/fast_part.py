@@ -5,8 +5,8 @@ line: seconds of one case, and the name. The fast part has as many of a function
 `BUDGET`, spread over their list and at least one, but none of a function whose one case takes
 longer than `LONGEST`. Upstream's defects (`test_facts.py`) always have one. Other cases are marked
 `slow`. Of functions with `MANY` short cases or more, such as layers times policies, as many are
-`slow` as fit into `SLOW_BUDGET`, and the rest is `exhaustive`. CI runs all three parts. Functions
-that are not listed are fast.
+`slow` as fit into `SLOW_BUDGET`, and the rest is `exhaustive`: to be run before a release. CI runs
+the other two parts. Functions that are not listed are fast.
 
     python -m pytest -n 2                    # the fast part
     python -m pytest -n 2 -m slow            # the slow part
