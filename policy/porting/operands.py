@@ -17,7 +17,7 @@ _NO_FLOATS = re.compile(
 )
 # functions whose operands a policy takes in float32, and what may stand between
 _REDUCTIONS = ("mean", "var", "std", "softmax", "log_softmax", "logsumexp")
-_BETWEEN = ("square", "abs", "power")
+_BETWEEN = ("square", "power")
 _PRODUCTS = ("einsum", "dot", "matmul", "tensordot", "multiply")
 
 

@@ -537,7 +537,7 @@ def test_stacked_cells_and_stacked_rnns_hand_on_compute_dtype(wing):
 @pytest.mark.parametrize("lib", [linen, flax.linen], ids=["ours", "ported"])
 def test_a_rule_for_the_parts_of_an_optimized_linen_cell_is_refused(lib):
     name = "OptimizedLSTMCell"
-    text = r"^Rule 'cell/hi' matched no module. Modules seen: cell\.(\n|$)"
+    text = r"^Rule 'cell/hi' matched no module. Modules seen: cell\. Rules for"
     with pytest.raises(ValueError, match=text):
         ruled(LINEN, lib, MIXED, {"cell/hi": "float32"}, name)
     (params, *_), _ = ruled(LINEN, lib, MIXED, {"cell(/hi)?": "p=bf16,c=f32"}, name)
