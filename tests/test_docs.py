@@ -114,7 +114,7 @@ COMMANDS = {
 
 
 def is_command_of_policy(command: str) -> bool:
-    """Whether it is one that the parser of `python -m policy` takes."""
+    """Returns whether a command is one that the parser of `python -m policy` takes."""
     words = shlex.split(command, comments=True)
     if words[:3] != ["python", "-m", "policy"]:
         return False

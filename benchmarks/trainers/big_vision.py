@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.packages.cases import Case
-from benchmarks.trainers.model import Model
+from benchmarks.trainers.model import Model, draw_images
 from benchmarks.trainers.sources import Trainer
 
 
@@ -39,13 +39,9 @@ def _embeddings(module: Any, images: Any, text: Any) -> Any:
     return module(images, text)[:2]
 
 
-def _images(generator: np.random.Generator, batch: int, size: int) -> Any:
-    return (generator.normal(size=(batch, size, size, 3)).astype(np.float32),)
-
-
 def _pairs(generator: np.random.Generator, batch: int, size: int, length: int, words: int) -> Any:
     tokens = generator.integers(words, size=(batch, length), dtype=np.int32)
-    return (*_images(generator, batch, size), tokens)
+    return (*draw_images(generator, batch, size), tokens)
 
 
 def models() -> Iterator[Model]:
@@ -56,9 +52,10 @@ def models() -> Iterator[Model]:
     wide = {"variant": "B/16", "depth": 1}
     vit = part(_vit, num_classes=10)
     large = Case(
-        "", part(_vit, num_classes=1000, **wide), part(_images, batch=64, size=256), _logits, True
+        *("", part(_vit, num_classes=1000, **wide), part(draw_images, batch=64, size=256)),
+        *(_logits, True),
     )
-    images = part(_images, batch=4, size=32)
+    images = part(draw_images, batch=4, size=32)
     # Upstream's last norm and head take no dtype: they are in float32, whatever `dtype_mm` is.
     rules = {"Transformer/encoder_norm": "float32", "head": "float32"}
     small_vit = part(vit, **patches)

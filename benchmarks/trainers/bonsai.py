@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.packages.cases import Case
-from benchmarks.trainers.model import Model, in_stored_dtype, stored_in
+from benchmarks.trainers.model import Model, draw_images, draw_tokens, in_stored_dtype, stored_in
 from benchmarks.trainers.sources import Trainer
 
 _AXES = ("fsdp", "tp")  # of the mesh that Qwen3 asks for
@@ -85,7 +85,7 @@ def _gemma3(_: Any, text: dict[str, Any], vision: dict[str, Any], tokens: int) -
         config,
         text_config=dataclasses.replace(config.text_config, layer_types=modes, **text),
         vision_config=dataclasses.replace(config.vision_config, **vision),
-        mm_tokens_per_image=tokens,
+        mmtokens_per_image=tokens,
         shd_cfg=modeling.ShardConfig.no_sharding(),
     )
     return modeling.Gemma3Model(config, rngs=nnx.Rngs(0))
@@ -125,14 +125,6 @@ def _classes(model: Any, images: Any) -> Any:
     return model(images, rngs=None)
 
 
-def _images(generator: np.random.Generator, batch: int, size: int) -> Any:
-    return (generator.normal(size=(batch, size, size, 3)).astype(np.float32),)
-
-
-def _tokens(generator: np.random.Generator, batch: int, length: int, words: int) -> Any:
-    return (generator.integers(1, words, size=(batch, length), dtype=np.int32),)
-
-
 def models() -> Iterator[Model]:
     """Yields Qwen3, Gemma 3 and ViT."""
     part = functools.partial
@@ -140,10 +132,10 @@ def models() -> Iterator[Model]:
     small |= {"num_heads": 4, "head_dim": 16, "num_kv_heads": 2}
     wide = {"num_layers": 1, "vocab_size": 32_768, "emb_dim": 1024, "mlp_dim": 3072}
     wide |= {"num_heads": 16, "head_dim": 128, "num_kv_heads": 8}
-    large = _shapes(part(_qwen3, **wide), part(_tokens, batch=4, length=1025, words=32_768))
+    large = _shapes(part(_qwen3, **wide), part(draw_tokens, batch=4, length=1025, words=32_768))
     yield Model(
         *("bonsai: Qwen3, with a cache", part(_qwen3, **small)),
-        *(part(_tokens, batch=2, length=17, words=64), _qwen3_logits, True),
+        *(part(draw_tokens, batch=2, length=17, words=64), _qwen3_logits, True),
         dataclasses.replace(large, call=_qwen3_logits),
     )
     text = {"head_dim": 16, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -163,9 +155,9 @@ def models() -> Iterator[Model]:
     )
     sizes = {"image_size": (32, 32), "patch_size": (8, 8), "hidden_dim": 64, "num_heads": 4}
     sizes |= {"mlp_dim": 128, "num_layers": 2, "num_labels": 10}
-    large = _shapes(part(_vit, num_layers=2), part(_images, batch=64, size=224))
+    large = _shapes(part(_vit, num_layers=2), part(draw_images, batch=64, size=224))
     yield Model(
-        *("bonsai: ViT", part(_vit, **sizes), part(_images, batch=4, size=32), _classes, True),
+        *("bonsai: ViT", part(_vit, **sizes), part(draw_images, batch=4, size=32), _classes, True),
         dataclasses.replace(large, call=_classes),
     )
 

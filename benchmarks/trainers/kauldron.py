@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.packages.cases import Case
-from benchmarks.trainers.model import Model
+from benchmarks.trainers.model import Model, draw_images
 from benchmarks.trainers.sources import Trainer
 
 
@@ -65,10 +65,6 @@ def _tokens(generator: np.random.Generator, batch: int, length: int, width: int)
     return tokens, np.broadcast_to(mask, (batch, 1, length, length))
 
 
-def _images(generator: np.random.Generator, batch: int, size: int) -> Any:
-    return (generator.normal(size=(batch, size, size, 3)).astype(np.float32),)
-
-
 def models() -> Iterator[Model]:
     """Yields the models."""
     part = functools.partial
@@ -90,9 +86,9 @@ def models() -> Iterator[Model]:
         "mlp_size": 3072,
     }
     large = Case(
-        "", part(_vit, classes=1000, **wide), part(_images, batch=64, size=224), _logits, True
+        "", part(_vit, classes=1000, **wide), part(draw_images, batch=64, size=224), _logits, True
     )
-    vit, images = part(_vit, classes=10, **small), part(_images, batch=4, size=32)
+    vit, images = part(_vit, classes=10, **small), part(draw_images, batch=4, size=32)
     yield Model("kauldron: ViT", vit, images, _logits, True, large)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import policy
@@ -31,6 +32,18 @@ class Model(Case):
     large: Case | None = None
     rules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     backward: bool = True
+
+
+def draw_images(generator: np.random.Generator, batch: int, size: int) -> tuple[np.ndarray]:
+    """Draws images, (batch, size, size, 3), in float32."""
+    return (generator.normal(size=(batch, size, size, 3)).astype(np.float32),)
+
+
+def draw_tokens(
+    generator: np.random.Generator, batch: int, length: int, words: int
+) -> tuple[np.ndarray]:
+    """Draws tokens, (batch, length), that are no padding."""
+    return (generator.integers(1, words, size=(batch, length), dtype=np.int32),)
 
 
 def program(case: Case, way: Way, rules: Mapping[str, str]) -> Any:

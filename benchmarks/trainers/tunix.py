@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 import policy
 from benchmarks.packages.cases import Case
-from benchmarks.trainers.model import Model, in_stored_dtype, stored_in
+from benchmarks.trainers.model import Model, draw_tokens, in_stored_dtype, stored_in
 from benchmarks.trainers.sources import Trainer
 
 _OPTIONS = {"rope_theta": 500_000, "norm_eps": 1e-5}
@@ -54,16 +53,12 @@ def _logits(model: Any, tokens: Any) -> Any:
     return given, model(tokens[:, -1:], positions[:, -1:], cache, mask[:, -1:])[0]
 
 
-def _tokens(generator: np.random.Generator, batch: int, length: int, words: int) -> Any:
-    return (generator.integers(1, words, size=(batch, length), dtype=np.int32),)
-
-
 def models() -> Iterator[Model]:
     """Yields Llama 3 and Qwen3."""
     part = functools.partial
     small = {"num_layers": 2, "vocab_size": 64, "embed_dim": 64, "hidden_dim": 128}
     small |= {"num_heads": 4, "head_dim": 16, "num_kv_heads": 2}
-    tokens = part(_tokens, batch=2, length=17, words=64)
+    tokens = part(draw_tokens, batch=2, length=17, words=64)
     wide = {"num_layers": 1, "vocab_size": 32_768, "embed_dim": 2048, "hidden_dim": 8192}
     wide |= {"num_heads": 32, "head_dim": 64, "num_kv_heads": 8}
     large = _shapes(part(_llama3, **wide))
@@ -79,7 +74,7 @@ def models() -> Iterator[Model]:
 
 def _shapes(make: Callable[[Any], Any]) -> Case:
     """Returns a case whose model is made of shapes."""
-    tokens = functools.partial(_tokens, batch=4, length=1025, words=32_768)
+    tokens = functools.partial(draw_tokens, batch=4, length=1025, words=32_768)
     case = Case("", lambda dtype: nnx.eval_shape(lambda: make(dtype)), tokens, _logits)
     return dataclasses.replace(case, has_option=True)
 

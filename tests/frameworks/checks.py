@@ -1,4 +1,4 @@
-"""What holds for models of any library: dtypes of matmuls, and values beside float32."""
+"""Checks of models of any library: dtypes of matmuls, and values beside float32."""
 
 from collections.abc import Callable
 from typing import Any

@@ -93,7 +93,7 @@ def is_staged(array: Any) -> bool:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What is no array in a module of a result, such as a function: no leaf, while it is traced."""
+    """A leaf of a module that is no array, such as a function: static while a result is traced."""
 
     value: Any
 

@@ -204,7 +204,7 @@ def test_a_sum_of_scatters_is_exchanged_before_it_is_added(name, spec):
         return accumulate_gradients(fn, table, split_batch(batch, 2))[1]
 
     def is_last(step):
-        """Whether an exchange of the table's gradient stands behind the loop."""
+        """Returns whether an exchange of the table's gradient stands behind the loop."""
         lowered = (
             jax.jit(step, out_shardings=table.sharding)
             .trace(table, batch)
