@@ -18,6 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
 from policy.core.arrays import is_typed
+from policy.core.dtypes import backend
 from policy.core.scope import current_policy, reduction_dtype_of
 from policy.functions.linear_cross_entropy_chunks import loss_of
 from policy.functions.linear_cross_entropy_options import Options
@@ -131,6 +132,7 @@ def linear_softmax_cross_entropy(
         parts=parts,
         size=size,
         slices=slices,
+        adds_labels=not matmul and operands.itemsize > 2 and not _rounds_operands(),
         reduces=reduces,
         is_on_mesh=is_on_mesh,
     )
@@ -143,6 +145,15 @@ def linear_softmax_cross_entropy(
         spec = PartitionSpec(*(() if reduces else sharding.spec[:-1]))
         run = jax.sharding.auto_axes(run, axes=sharding.mesh.axis_names, out_sharding=spec)
     return run(x, labels, weight, kernel, *([] if bias is None else [bias]))
+
+
+def _rounds_operands() -> bool:
+    """Returns whether matmuls of float32 round their operands to bfloat16, as a TPU's do by
+    default.
+    """
+    config: Any = jax.config
+    precision = config.jax_default_matmul_precision
+    return backend()[0] == "tpu" and precision in (None, "default", "fastest", "bfloat16")
 
 
 def _check_options(reduction: Any, soft_cap: float | None, chunk_size: int | None) -> None:

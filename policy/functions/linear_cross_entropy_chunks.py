@@ -3,6 +3,9 @@
 A chunk's logits are multiplied a part at a time, in the accumulators' dtype, and turned into the
 loss's derivatives by them ("slopes"), in the operands' dtype. Both gradients are one matmul of a
 whole chunk's slopes each: the sum of the kernel's gradient is read and written once a chunk.
+
+Where operands are multiplied in float32, the slopes of the labels are left out of these matmuls:
+beside a label's term all others are small, and an accumulator that holds it would round each.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from jax.sharding import PartitionSpec
 from policy.core.arrays import alike_varying, is_typed, make_varying, varying_axes
 from policy.core.reverse_mode import in_reverse_mode
 from policy.eight_bits.scaled_matmul import scaled_dot_general
-from policy.functions.linear_cross_entropy_options import Options, counted
+from policy.functions.linear_cross_entropy_options import Options, local_labels
 from policy.functions.linear_cross_entropy_slices import in_slices
 
 _FLOAT16_SCALE = 2.0**10  # of slopes in float16: most are far below 1, and few above
@@ -145,19 +148,43 @@ def _in_chunks(
         return lax.optimization_barrier(x.astype(options.operands)), labels, weight
 
     def step(sums: list[Array], index: Array) -> tuple[list[Array], Any]:
-        losses, of_x, parts = _chunk(options, read, index, kernel, bias)
+        losses, of_x, of_labels, parts = _chunk(options, read, index, kernel, bias)
         if of_x is not None and stored == jnp.bfloat16:
             of_x = of_x.astype(stored)  # half the memory; float16 is scaled yet
-        return [total + part for total, part in zip(sums, parts, strict=True)], (losses, of_x)
+        sums = [total + part for total, part in zip(sums, parts, strict=True)]
+        return sums, (losses, of_x, of_labels)
 
     if options.chunks == 1:
         sums, out = step(zeros, jnp.int32(0))
-        losses, of_x = jax.tree.map(lambda a: a[None], out)
+        out = jax.tree.map(lambda a: a[None], out)
     else:
-        sums, (losses, of_x) = lax.scan(step, zeros, jnp.arange(options.chunks))
+        sums, out = lax.scan(step, zeros, jnp.arange(options.chunks))
+    losses, of_x, slopes = jax.tree.map(lambda a: _in_order(options, a)[:count], out)
+    if weight is None:
+        return losses, []
+    if slopes is not None:
+        x, labels = jnp.where(weight[:, None] == 0, 0, x)[:count], labels[:count]
+        term, sums[0] = _add_labels(options, x, labels, slopes, kernel, sums[0])
+        of_x = of_x + term
     sums[:1] = [_whole_in_features(options, total) for total in sums[:1]]
-    losses = _in_order(options, losses)[:count]
-    return losses, [] if weight is None else [_in_order(options, of_x)[:count], *sums]
+    return losses, [of_x, *sums]
+
+
+def _add_labels(
+    options: Options, x: Array, labels: Array, slopes: Array, kernel: Array, of_kernel: Array
+) -> tuple[Array, Array]:
+    """Returns the labels' terms of the gradient of x, (examples, d), and the kernel's gradient with
+    them.
+
+    Args:
+      slopes: (examples,): the derivatives by the labels' logits, 0 where another device has these.
+    """
+    classes = kernel.shape[options.axis]
+    labels = jnp.clip(local_labels(options, labels, classes)[0], 0, classes - 1)
+    at = (slice(None), labels) if options.axis else labels
+    x, chosen = slopes[:, None] * x.astype(options.wide), kernel[at].astype(options.wide)
+    x, chosen = (x.T, chosen.T) if options.axis else (x, chosen)
+    return slopes[:, None] * chosen, of_kernel.at[at].add(x)
 
 
 def _rows(options: Options, array: Array) -> Array:
@@ -193,8 +220,9 @@ def _whole_in_features(options: Options, kernel: Array) -> Array:
 
 def _chunk(
     options: Options, read: Any, index: Array, kernel: Array, bias: Any
-) -> tuple[Array, Any, list[Array]]:
-    """Returns a chunk's losses, and with weights its gradients of x, the kernel and the bias.
+) -> tuple[Array, Any, Any, list[Array]]:
+    """Returns a chunk's losses, and with weights its gradient of x, the labels' slopes where they
+    are separate, and its gradients of the kernel and the bias.
 
     Args:
       read: returns of an index the chunk's x, (parts, examples of a part, d), in the operands'
@@ -207,18 +235,18 @@ def _chunk(
         return _chunk_in_8_bits(options, x, labels, weight, kernel, bias)
     dot = functools.partial(lax.dot_general, preferred_element_type=options.wide)
 
-    def whole(x: Array, labels: Array, weight: Any, kernel: Array) -> tuple[Array, Any, Any]:
+    def whole(x: Array, labels: Array, weight: Any, kernel: Array) -> tuple[Array, Any, Any, Any]:
         logits = dot(lax.optimization_barrier(x), kernel, (((1,), (1 - options.axis,)), ((), ())))
         return _loss_and_slope(options, logits, labels, weight, bias)
 
     part: Any = functools.partial(in_slices, options, whole) if options.slices else whole
     if options.parts == 1:
         out = part(*jax.tree.map(lambda a: a[0], rows), kernel)
-        losses, slope, of_bias = jax.tree.map(lambda a: a[None], out)
+        losses, slope, of_labels, of_bias = jax.tree.map(lambda a: a[None], out)
     else:
-        losses, slope, of_bias = lax.map(lambda rows: part(*rows, kernel), rows)
+        losses, slope, of_labels, of_bias = lax.map(lambda rows: part(*rows, kernel), rows)
     if weight is None:
-        return losses, None, []
+        return losses, None, None, []
     if not options.slices:  # stored once: XLA would compute them again for each tile of a product
         slope = lax.optimization_barrier(slope)
     of_x = dot(slope, kernel, (((2,), (options.axis,)), ((), ())))
@@ -227,12 +255,12 @@ def _chunk(
     index, of_x = lax.optimization_barrier((index, of_x))
     pair = (read(index)[0], slope) if options.axis else (slope, read(index)[0])
     of_kernel = dot(*pair, (((0, 1), (0, 1)), ((), ())))
-    return losses, of_x, [of_kernel, *(jnp.sum(part, 0) for part in of_bias)]
+    return losses, of_x, of_labels, [of_kernel, *(jnp.sum(part, 0) for part in of_bias)]
 
 
 def _chunk_in_8_bits(
     options: Options, x: Array, labels: Array, weight: Any, kernel: Array, bias: Any
-) -> tuple[Array, Any, list[Array]]:
+) -> tuple[Array, Any, Any, list[Array]]:
     """Computes as `_chunk`, in one part, with the codes of both operands kept for the gradients."""
     by: Any = options.matmul
 
@@ -243,11 +271,11 @@ def _chunk_in_8_bits(
     operands = x[0].astype(options.wide), kernel.astype(options.wide)
     logits, pullback = jax.vjp(multiply, *operands)
     given = None if weight is None else weight[0]
-    losses, slope, of_bias = _loss_and_slope(options, logits, labels[0], given, bias)
+    losses, slope, _, of_bias = _loss_and_slope(options, logits, labels[0], given, bias)
     if weight is None:
-        return losses[None], None, []
+        return losses[None], None, None, []
     of_x, of_kernel = pullback(slope.astype(options.wide))
-    return losses[None], of_x[None], [of_kernel, *of_bias]
+    return losses[None], of_x[None], None, [of_kernel, *of_bias]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -257,45 +285,52 @@ def _chunk_in_8_bits(
 
 def _loss_and_slope(
     options: Options, logits: Array, labels: Array, weight: Any, bias: Array | None
-) -> tuple[Array, Any, list[Array]]:
-    """Returns the losses (examples,) of products, their weighted slopes, and the slopes' sums.
+) -> tuple[Array, Any, Any, list[Array]]:
+    """Returns the losses (examples,) of products, their weighted slopes, the labels' slopes where
+    they are separate, and the slopes' sums for a bias.
 
-    Slopes are None without weights, otherwise in the operands' dtype. They are summed, for a bias,
-    before they are rounded to it. Every logit is read relative to the largest, as in
-    `softmax_cross_entropy_with_integer_labels`. A label out of range makes its loss NaN.
+    Slopes are None without weights, otherwise in the operands' dtype, and 0 at labels that are
+    separate. They are summed before they are rounded. Every logit is read relative to the largest,
+    as in `softmax_cross_entropy_with_integer_labels`. A label out of range makes its loss NaN.
     """
     if bias is not None:
         logits = logits + bias.astype(options.wide)[None]
-    cap, names = options.soft_cap, options.axis_names
+    cap, names, smoothing = options.soft_cap, options.axis_names, options.smoothing
     tanh = None if cap is None else jnp.tanh(logits / cap)
     logits = logits if tanh is None or cap is None else cap * tanh
-    classes = logits.shape[1] * (lax.axis_size(names) if names else 1)
-    first = lax.axis_index(names) * logits.shape[1] if names else 0
-    labels = counted(labels, classes)[:, None]
-    is_class = labels >= 0
-    chosen = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == labels - first
+    smoothed = smoothing / (logits.shape[1] * (lax.axis_size(names) if names else 1))
+    labels, is_class = local_labels(options, labels[:, None], logits.shape[1])
+    chosen = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == labels
     largest = lax.stop_gradient(jnp.max(logits, 1, keepdims=True))
     largest = lax.pmax(largest, names) if names else largest
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     logits = logits - largest
     powers = jnp.exp(logits)
-    parts = [powers, jnp.where(chosen, logits, 0), *([logits] if options.smoothing else [])]
+    parts = [jnp.where(chosen, 0, powers), jnp.where(chosen, logits, 0)]
+    parts += [logits] if smoothing else []
     sums = [jnp.sum(part, 1, keepdims=True) for part in parts]
-    total, target, *every = lax.psum(sums, names) if names else sums
-    rest, smoothing = jnp.log(total), options.smoothing
-    loss = rest - (1 - smoothing) * target
+    others, target, *every = lax.psum(sums, names) if names else sums
+    # The label's probability less 1 is that of the others, without a difference.
+    own = jnp.exp(target)
+    total, is_likely = own + others, others < own
+    rest = jnp.log(total)
+    loss = jnp.where(is_likely, jnp.log1p(others / jnp.where(is_likely, own, 1)), rest - target)
     if smoothing:
-        loss = loss - smoothing / classes * every[0]
+        loss = loss + smoothing * target - smoothed * every[0]
     if options.z_loss:
         loss = loss + options.z_loss * jnp.square(largest + rest)
     loss = jnp.where(is_class, loss, jnp.nan)[:, 0]
     if weight is None:
-        return loss, None, []
-    scale = jnp.where(is_class, 1, jnp.nan) / total
-    if options.z_loss:
-        scale = scale * (1 + 2 * options.z_loss * (largest + rest))
-    slope = powers * scale - jnp.where(chosen, 1 - smoothing, 0) - smoothing / classes
+        return loss, None, None, []
+    of_z = 2 * options.z_loss * (largest + rest) if options.z_loss else 0
+    total = jnp.where(is_class, total, jnp.nan)
+    of_label = (own * of_z - others) / total + smoothing
+    slope = jnp.where(chosen, of_label, powers * ((1 + of_z) / total)) - smoothed
     slope = slope if tanh is None else slope * (1 - jnp.square(tanh))
     weight = weight[:, None]
     slope = jnp.where(weight == 0, 0, slope * weight)
-    return loss, slope.astype(options.operands), [] if bias is None else [jnp.sum(slope, 0)]
+    of_bias = [] if bias is None else [jnp.sum(slope, 0)]
+    if not options.adds_labels:
+        return loss, slope.astype(options.operands), None, of_bias
+    of_label = jnp.sum(jnp.where(chosen, slope, 0), 1)
+    return loss, jnp.where(chosen, 0, slope).astype(options.operands), of_label, of_bias

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from policy.core.dtypes import ScaledMatmul
 
@@ -28,6 +28,7 @@ class Options:
       size: the number of examples of a part.
       slices: the number of slices of the classes that a chunk's exponentials are computed in; 0
         where the logits of parts are.
+      adds_labels: whether the labels' terms are added to the gradients outside of the matmuls.
       reduces: whether the loss is a sum.
       is_on_mesh: whether a mesh is in force, whose axes XLA splits arrays over.
     """
@@ -44,16 +45,26 @@ class Options:
     parts: int
     size: int
     slices: int
+    adds_labels: bool
     reduces: bool
     is_on_mesh: bool
 
 
-def counted(labels: Array, classes: int) -> Array:
-    """Returns labels as int32: negative ones count from the end, and -1 is out of range."""
+def local_labels(options: Options, labels: Array, classes: int) -> tuple[Array, Array]:
+    """Returns labels as int32 beside a device's first class, and which of them are a class.
+
+    Negative labels count from the end.
+
+    Args:
+      classes: the number of a device's classes.
+    """
+    names = options.axis_names
+    whole = classes * (lax.axis_size(names) if names else 1)
     if labels.dtype.itemsize < 4:
         labels = labels.astype(jnp.int32)
-    is_beyond = labels >= classes
+    is_class = labels < whole
     if jnp.issubdtype(labels.dtype, jnp.signedinteger):
-        is_beyond |= labels < -classes
-        labels = jnp.where(labels < 0, labels + classes, labels)
-    return jnp.where(is_beyond, -1, jnp.where(is_beyond, 0, labels).astype(jnp.int32))
+        is_class &= labels >= -whole
+        labels = jnp.where(labels < 0, labels + whole, labels)
+    labels = jnp.where(is_class, labels, 0).astype(jnp.int32)
+    return labels - (lax.axis_index(names) * classes if names else 0), is_class

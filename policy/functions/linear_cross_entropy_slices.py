@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from policy.core.arrays import make_varying, varying_axes
-from policy.functions.linear_cross_entropy_options import Options, counted
+from policy.functions.linear_cross_entropy_options import Options, local_labels
 
-Slopes = Callable[..., tuple[Array, Any, list[Array]]]
+Slopes = Callable[..., tuple[Array, Any, Any, list[Array]]]
 
 # Exponentials are relative to the largest logit of one class in 64, the first ones, if the largest
 # of all is at most this much above it. Otherwise a second pass is relative to the latter.
@@ -36,17 +36,16 @@ def slices_of(examples: int, classes: int) -> int:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def in_slices(
     options: Options, whole: Slopes, x: Array, labels: Array, weight: Any, kernel: Array
-) -> tuple[Array, Any, list[Array]]:
-    """Returns a chunk's losses (examples,), with weights its slopes (examples, classes), and [].
+) -> tuple[Array, Any, Any, list[Array]]:
+    """Returns a chunk's losses (examples,), with weights its slopes (examples, classes), None and
+    [].
 
     Args:
       whole: the same function of whole logits, whose derivatives are taken.
     """
     del whole
-    local, names, cap = kernel.shape[options.axis], options.axis_names, options.soft_cap
-    labels = counted(labels, local * (lax.axis_size(names) if names else 1))[:, None]
-    is_class = labels >= 0
-    labels = labels - (lax.axis_index(names) * local if names else 0)
+    names, cap = options.axis_names, options.soft_cap
+    labels, is_class = local_labels(options, labels[:, None], kernel.shape[options.axis])
     reference, others, target, stored = _sums(options, x, labels, weight, kernel)
     shift = reference
     if names:
@@ -61,7 +60,7 @@ def in_slices(
     if options.z_loss:
         loss = loss + options.z_loss * jnp.square(normaliser)
     if weight is None:
-        return loss[:, 0], None, []
+        return loss[:, 0], None, None, []
     weight, of_z = weight[:, None], 2 * options.z_loss * normaliser
     scale, of_label = (1 + of_z) * jnp.exp(reference - shift) / total, (own * of_z - others) / total
     if cap is not None:
@@ -71,7 +70,7 @@ def in_slices(
     stored = lax.optimization_barrier(stored)
     slope = (_decoded(stored) * (_UNIT * scale)).astype(options.operands)
     chosen = lax.broadcasted_iota(jnp.int32, slope.shape, 1) == labels
-    return loss[:, 0], jnp.where(chosen, of_label.astype(options.operands), slope), []
+    return loss[:, 0], jnp.where(chosen, of_label.astype(options.operands), slope), None, []
 
 
 def _forward(options: Options, whole: Slopes, *operands: Any) -> tuple[Any, Any]:

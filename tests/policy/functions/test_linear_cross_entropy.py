@@ -40,6 +40,45 @@ def test_loss_and_gradients_are_those_of_the_logits(options, reduction, axis):
     near(ours(X, KERNEL, BIAS), theirs(X, KERNEL, BIAS))
 
 
+@pytest.mark.parametrize("axis", [0, -1])
+def test_gradients_in_float32_are_within_2_ulps_of_float64(axis):
+    rng, examples, classes = np.random.default_rng(0), 512, 2048
+    labels = rng.integers(0, classes, examples)
+    x = rng.normal(size=(examples, 64)).astype(np.float32)
+    kernel = (rng.normal(size=(64, classes)) / 6).astype(np.float32)
+    found = _gradients(x, kernel, labels, axis)
+    for ours, exact in zip(found, _exact_gradients(x, kernel, labels), strict=True):
+        assert abs(ours - exact).max() < 2 * 2**-23 * abs(exact).max()
+
+
+def test_gradients_of_probable_labels_keep_their_digits():
+    kernel = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    kernel *= 4 / np.linalg.norm(kernel, axis=0)
+    x, labels = 2 * kernel[:, :8].T, np.arange(8)  # the other probabilities sum to 4e-9 to 3e-5
+    found = _gradients(x, kernel, labels, -1)
+    for ours, exact in zip(found, _exact_gradients(x, kernel, labels), strict=True):
+        scale = abs(exact).max(1, keepdims=True)
+        assert (abs(ours - exact) / scale).max() < 1e-5
+
+
+def _gradients(x, kernel, labels, axis):
+    def loss(x, kernel):
+        return chunked(x, kernel if axis else kernel.T, labels, chunk_size=128, axis=axis)
+
+    return (np.asarray(each, np.float64) for each in jax.grad(loss, (0, 1))(x, kernel))
+
+
+def _exact_gradients(x, kernel, labels):
+    x, kernel, rows = x.astype(np.float64), kernel.astype(np.float64), np.arange(len(labels))
+    logits = x @ kernel
+    slope = np.exp(logits - logits.max(1, keepdims=True))
+    slope /= slope.sum(1, keepdims=True)
+    slope[rows, labels] = 0
+    slope[rows, labels] = -slope.sum(1)
+    slope /= len(labels)
+    return slope @ kernel.T, x.T @ slope
+
+
 def test_second_derivatives_are_those_of_the_logits():
     def penalty(loss, x):
         return jnp.sum(jax.grad(loss)(x) ** 2)
