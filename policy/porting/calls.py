@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import libcst as cst
 
 from policy.porting import dtypes
-from policy.porting.definitions import Callee, all_parameters, assigned, last_name
+from policy.porting.definitions import (
+    Callee,
+    all_parameters,
+    assigned,
+    is_class_method,
+    last_name,
+)
 from policy.porting.dtypes import DATA, Slot
 from policy.porting.edits import is_pure
 from policy.porting.operands import (
@@ -27,6 +35,9 @@ if TYPE_CHECKING:
     from policy.porting.flow import DtypeFlow
 
 _CAST_KEYWORDS = ("dtype", "new_dtype")
+_INITIALIZER = re.compile(r"(\w*_)?init(ializer)?(_fn)?")
+_CACHE = "a cache is float32 now: policy.compute_dtype() as its dtype halves it"
+_IN_FLOAT32 = "a cast to float32 now, which is obeyed: delete it if all that it takes are floats"
 _TREE_MAPS = ("jax.tree.map", "jax.tree_map", "jax.tree_util.tree_map")
 
 
@@ -70,15 +81,26 @@ def _read_cast(flow: DtypeFlow, source: ParsedFile, node: cst.Call) -> bool:
     is_number = is_array and not isinstance(operand, cst.Comparison)
     promoted = is_number and is_promoted(flow.project, source, node)
     if followed and not is_float and not promoted:
-        value = float32_of(source)
-        change = [(dtype, lambda _: value)]
-        reason = "the file doesn't import jax.numpy" if value is None else None
-        flow.use(source, dtype, edits=change, reason=reason)
-    elif followed or _is_needless(flow, source, node, dtype, operand, slots, is_float, is_array):
+        _put_float32(flow, source, dtype, note=_IN_FLOAT32)
+    elif followed or (
+        _is_needless(flow, source, node, dtype, operand, slots, is_float, is_array)
+        and not _is_branch(source, node, operand)
+    ):
         flow.use(source, dtype, edits=[_without_cast(source, node, operand)])
     else:
         _note_cast(flow, source, node, dtype, slots)
     return True
+
+
+def _put_float32(
+    flow: DtypeFlow, source: ParsedFile, dtype: cst.CSTNode, note: str | None = None
+) -> None:
+    """Puts float32 in the place of a dtype."""
+    value = float32_of(source)
+    if value is None:
+        flow.use(source, dtype, reason="the file doesn't import jax.numpy")
+    else:
+        flow.use(source, dtype, edits=[(dtype, lambda _: value)], note=note)
 
 
 def _mapped(source: ParsedFile, node: cst.Call, operand: cst.CSTNode) -> cst.BaseExpression | None:
@@ -127,24 +149,36 @@ def _without_cast(
         return source.parent(statement), None
     places = [i for i, arg in enumerate(node.args) if arg.value is operand]
     variable, parentheses = is_variable(source, operand), _needs_parentheses(source, node, operand)
+    is_short = "\n" not in source.module.code_for_node(operand)
 
     def change(updated: cst.Call) -> cst.BaseExpression:
         inner: Any = updated.args[places[0]].value if places else updated.func.value  # type: ignore
         if variable:
             return cst.parse_expression("_[...]").with_changes(value=inner)
-        if parentheses:
+        if not parentheses and is_short:
+            return inner.with_changes(lpar=[], rpar=[])
+        if not parentheses or inner.lpar:
+            return inner
+        if not updated.lpar:
             return inner.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-        return inner
+        return inner.with_changes(lpar=updated.lpar, rpar=updated.rpar)
 
     return node, change
 
 
 def _needs_parentheses(source: ParsedFile, node: cst.Call, operand: cst.CSTNode) -> bool:
-    simple = (cst.Name, cst.Attribute, cst.Call, cst.Subscript)
-    if isinstance(operand, simple) or getattr(operand, "lpar", ()):
-        return False
-    is_alone = (cst.Assign, cst.AnnAssign, cst.Return, cst.Arg, cst.Element)
-    return not isinstance(source.parent(node), is_alone)
+    """Returns whether an operand needs them in its cast's place: for its order or its lines."""
+    parent = source.parent(node)
+    bare: Any = operand.with_changes(lpar=[], rpar=[])
+    is_simple = isinstance(operand, (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
+    is_alone = isinstance(parent, (cst.Assign, cst.AnnAssign, cst.Return, cst.Arg, cst.Element))
+    if not (is_simple or is_alone):
+        return True
+    try:
+        ast.parse(source.module.code_for_node(bare).strip(), mode="eval")
+    except SyntaxError:  # it goes on in a second line
+        return not isinstance(parent, (cst.Arg, cst.Element))
+    return False
 
 
 def _assigns_itself(source: ParsedFile, statement: cst.CSTNode, operand: cst.CSTNode) -> bool:
@@ -152,6 +186,14 @@ def _assigns_itself(source: ParsedFile, statement: cst.CSTNode, operand: cst.CST
     if not isinstance(statement, cst.Assign) or len(statement.targets) != 1:
         return False
     return source.code(statement.targets[0].target) == source.code(operand)
+
+
+def _is_branch(source: ParsedFile, node: cst.Call, operand: cst.CSTNode) -> bool:
+    """Returns whether ``x = x.astype(dtype)`` is all that a branch does."""
+    statement = source.parent(node)
+    block = source.enclosing(node, cst.BaseSuite)
+    is_if = isinstance(source.parent(block), (cst.If, cst.Else))
+    return is_if and len(block.body) == 1 and _assigns_itself(source, statement, operand)
 
 
 def _note_cast(
@@ -203,7 +245,7 @@ class _Call:
             made = project.targets(self._source, func)
             makers = [] if made else project.targets(self._source, func.func)
             is_init = self._is_initializer(func)
-            return made or [target for target in makers if is_init or "init" in target.name]
+            return made or [t for t in makers if is_init or _INITIALIZER.fullmatch(t.name)]
         return project.targets(self._source, func)
 
     def _is_initializer(self, func: cst.BaseExpression) -> bool:
@@ -219,7 +261,8 @@ class _Call:
             return False
         slots = flow.slots(source, arg.value)
         given = self._given(keyword, index)
-        flow.passed |= given
+        by_maker = is_class_method(source.enclosing(arg, cst.FunctionDef))
+        flow.passed |= given if by_maker else given - (slots or frozenset())
         if given:
             if not is_pure(arg.value):
                 text = f"`{source.code(arg.value)}` is passed to it"
@@ -291,7 +334,7 @@ class _Call:
         is_last = (
             index == len(self._node.args) - 1 or self._node.args[index + 1].keyword is not None
         )
-        is_init = "init" in name or self._is_initializer(self._node.func)
+        is_init = bool(_INITIALIZER.fullmatch(name)) or self._is_initializer(self._node.func)
         is_param = "param" in name and index >= 2
         is_layer = "flax" in kinds or is_init or is_param or self._is_flax_class()
         if is_layer and (keyword is not None or is_init or is_param):
@@ -303,7 +346,7 @@ class _Call:
             elif keyword is not None or is_last:
                 flow.use(source, arg.value, edits=[(arg, None)])
             elif slots - {DATA}:
-                self._replace(arg)
+                _put_float32(flow, source, arg.value)
         elif not slots - {DATA}:
             self._note_data(arg, slots)
             if keyword is not None and flow.follows(keyword):
@@ -335,23 +378,13 @@ class _Call:
             return
         by_default = name in dtypes.CREATORS and not imported.startswith("numpy.")
         if not by_default or (keyword is None and not is_last):
-            self._replace(arg)
+            _put_float32(flow, source, arg.value)
             return
-        flow.use(source, arg.value, edits=[(arg, None)])
         function = source.enclosing(self._node, cst.FunctionDef, cst.ClassDef)
         where = source.code(source.enclosing(self._node, cst.SimpleStatementLine) or self._node)
         named = f"{where} {function.name.value if function else ''}".lower()
-        if name in ("zeros", "empty") and "cache" in named:
-            text = "a cache is float32 now: policy.compute_dtype() as its dtype halves it"
-            flow.note(source, self._node, text)
-
-    def _replace(self, arg: cst.Arg) -> None:
-        """Puts float32 in the place of a dtype that a function needs."""
-        value = float32_of(self._source)
-        if value is None:
-            self._flow.use(self._source, arg.value, reason="the file doesn't import jax.numpy")
-        else:
-            self._flow.use(self._source, arg.value, edits=[(arg.value, lambda _: value)])
+        is_cache = name in ("zeros", "empty") and "cache" in named
+        flow.use(source, arg.value, edits=[(arg, None)], note=_CACHE if is_cache else None)
 
     def _block(self, arg: cst.Arg, keyword: str | None) -> None:
         """Keeps a dtype that is passed to a function that is not given."""

@@ -164,7 +164,7 @@ _HEADER = re.compile(r"\s*(Args|Arguments|Attributes|Parameters|Fields):\s*")
 def _without(text: cst.SimpleString, names: set[str]) -> cst.SimpleString:
     """Deletes the entries of names, and the headers of sections that become empty."""
     entry = re.compile(
-        rf"(\s*)(?::param )?[`*]*(?:{'|'.join(map(re.escape, names))})[`*]*( ?\([^)]*\))?:"
+        rf"(\s*)(?::param )?[`*]*(?:{'|'.join(map(re.escape, names))})[`*]*( ?\([^)]*\)| )?:"
     )
     lines: list[str] = []
     indent: int | None = None

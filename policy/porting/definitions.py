@@ -191,8 +191,7 @@ class Project:
         if not isinstance(node, cst.FunctionDef) or node.params.star_kwarg is None or own is None:
             return None
         read = any(isinstance(n, cst.SimpleString) and n.raw_value == name for n in nodes_of(node))
-        is_made = any(last_name(d.decorator) == "classmethod" for d in node.decorators)
-        return self.owner(own, name) if is_made and not read else None
+        return self.owner(own, name) if is_class_method(node) and not read else None
 
     # ----------------------------------------------------------------------------------------------
     # Callables
@@ -208,6 +207,8 @@ class Project:
             return [Callee("given", own, definition) for definition in self.classes(own)]
         if imported and not isinstance(node, cst.Call):
             return self._imported(imported)
+        if name == "__init__":
+            return self._of_bases(source, node)
         if isinstance(node, (cst.IfExp, cst.BooleanOperation)):
             is_if = isinstance(node, cst.IfExp)
             parts = (node.body, node.orelse) if is_if else (node.left, node.right)
@@ -292,6 +293,13 @@ class Project:
             found = [d for d in found if d.is_method or d.is_class]
         return [Callee("given", name, d) for d in found]
 
+    def _of_bases(self, source: ParsedFile, node: cst.BaseExpression) -> list[Callee]:
+        """Returns the classes that ``super().__init__`` may construct; others are not known."""
+        is_super = isinstance(node, cst.Attribute) and isinstance(node.value, cst.Call)
+        own = self.classes(source.class_of(node) or "") if is_super else []
+        bases = [(d.source, base) for d in own for base in d.bases]
+        return [callee for where, base in bases for callee in self.targets(where, base)]
+
     def _of_call(self, source: ParsedFile, node: cst.Call, seen: frozenset[str]) -> list[Callee]:
         name = last_name(node.func)
         values = [arg.value for arg in node.args if arg.keyword is None and not arg.star]
@@ -362,6 +370,12 @@ def _fields(node: cst.ClassDef) -> Iterator[tuple[str, cst.SimpleStatementLine]]
             target = line.body[0].target
             if isinstance(target, cst.Name):
                 yield target.value, line
+
+
+def is_class_method(node: cst.FunctionDef | None) -> bool:
+    return node is not None and any(
+        last_name(d.decorator) == "classmethod" for d in node.decorators
+    )
 
 
 def all_parameters(node: cst.FunctionDef | cst.Lambda) -> list[cst.Param]:

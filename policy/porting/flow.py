@@ -48,6 +48,7 @@ class Use:
       flows: the slots that it is passed to.
       edits: deletes it, if all slots of `flows` go.
       reason: why it stays; None if it may go.
+      note: what a reader should know of if it goes.
     """
 
     source: ParsedFile
@@ -56,6 +57,7 @@ class Use:
     flows: frozenset[Slot] = frozenset()
     edits: tuple[tuple[cst.CSTNode, object], ...] = ()
     reason: str | None = None
+    note: str | None = None
 
 
 class DtypeFlow(SlotReader):
@@ -95,19 +97,26 @@ class DtypeFlow(SlotReader):
                     if where is source:
                         edits.remove(node)
         for use in self.uses:
-            goes = not use.slots & self._chosen and not use.flows & self.kept.keys()
-            if use.source is source and use.reason is None and goes:
+            if use.source is source and self._goes(use):
                 for node, change in use.edits:
                     edits.add(node, change)
         edits.settle()
         return edits
 
+    def _goes(self, use: Use) -> bool:
+        return use.reason is None and not (use.slots & self._chosen or use.flows & self.kept.keys())
+
     def left(self) -> list[Note]:
         """Returns the notes on slots that stay, and on other lines."""
         own = [note for slot, note in self.kept.items() if slot in self._declared]
-        for kind, owner, name in self._declared.keys() - self.kept.keys():
+        own += [Note(u.source, u.node, u.note) for u in self.uses if u.note and self._goes(u)]
+        for slot in self._declared.keys() - self.kept.keys():
+            kind, owner, name = slot
             if kind != "local" and (place := self.project.splatted.get(owner)):
                 own.append(Note(*place, f"`{name}` of {owner} goes: `**` should not hold it"))
+            elif kind != "local" and (where := self.elsewhere.splatting(owner)):
+                text = f"`{name}` of {owner} goes: `**` of {where} should not hold it"
+                own.append(Note(*self._declared[slot][0], text))
         return list({str(note): note for note in (*own, *self.notes)}.values())
 
     # ----------------------------------------------------------------------------------------------
@@ -181,10 +190,11 @@ class DtypeFlow(SlotReader):
                 place = self.elsewhere.use_of(owner, name, position)
                 if place:
                     self.keep([slot], *places[0], f"{place} uses it: port that file too", True)
-                elif kind == "field" and not self.project.is_flax_class(definition):
-                    place = self.elsewhere.reading(("config", "cfg"), name)
-                    if place:
-                        self.keep([slot], *places[0], f"{place} reads it: port that file too")
+                is_module = self.project.is_flax_class(definition)
+                is_inner = is_module and slot in self.passed
+                place = None if place or is_inner else self.elsewhere.reading(name, is_module)
+                if kind == "field" and place:
+                    self.keep([slot], *places[0], f"{place} reads it: port that file too")
             is_required = all(getattr(node, "default", 1) is None for _, node in places)
             if kind == "argument" and slot not in self.passed and is_required:
                 self.keep([slot], *places[0], f"nothing in the given files calls {owner}", True)
@@ -268,6 +278,7 @@ class DtypeFlow(SlotReader):
         flows: Iterable[Slot] = (),
         edits: Iterable[tuple[cst.CSTNode, object]] = (),
         reason: str | None = None,
+        note: str | None = None,
     ) -> None:
         known, flows = self.slots_or_none(source, node), frozenset(flows)
         slots = (known or frozenset()) - {DATA, EXTERNAL}
@@ -278,7 +289,7 @@ class DtypeFlow(SlotReader):
             self.keep(flows, source, node, f"{what} is passed to it", chosen=True)
         for name in sorted(chosen & dtypes.HALF_FLOATS):
             self.note(source, node, f"{name} was chosen here: set a policy")
-        self.uses.append(Use(source, node, slots - flows, flows, tuple(edits), reason))
+        self.uses.append(Use(source, node, slots - flows, flows, tuple(edits), reason, note))
 
     def note(self, source: ParsedFile, node: cst.CSTNode, text: str) -> None:
         self.notes.append(Note(source, node, text))

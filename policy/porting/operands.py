@@ -96,8 +96,10 @@ def _is_float_call(project: Project, source: ParsedFile, node: cst.Call, depth: 
         base = node.func.value
         if is_self(base) and name == "param":
             return True
-        if name in ("astype", "mean", "std", "var") and not values:
+        if name in ("mean", "std", "var") and not values:
             return inner(base)
+        if name == "astype" and dtypes.constant(source.imported(values[0])) in dtypes.FLOATS:
+            return True
         if dtypes.keeps_floats(name) and inner(base):
             return True
     if isinstance(node.func, cst.Call):

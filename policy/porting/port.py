@@ -102,4 +102,4 @@ def _with_text(source: ParsedFile, text: str) -> ParsedFile:
     try:
         return ParsedFile(source.path, text, lines)
     except PortError as error:
-        raise AssertionError(f"A port of {source.path} doesn't parse: {error}") from error
+        raise PortError(f"a port would not parse, so nothing is ported: {error}") from None

@@ -11,6 +11,8 @@ from typing import Any
 import libcst as cst
 from libcst import metadata
 
+from policy.porting import dtypes
+
 
 class PortError(ValueError):
     """A file that can't be ported; the message says why."""
@@ -136,7 +138,7 @@ class Elsewhere:
         found = {file for path in own for file in _neighbours(path)}
         self._calls: dict[str, list[tuple[str, ast.Call]]] = {}
         self._bases: dict[str, str] = {}
-        self._attributes: dict[str, str] = {}
+        self._attributes: list[tuple[str, str, str]] = []
         self._imports: set[str] = set()
         for file in sorted(found - own):
             self._read(file)
@@ -162,7 +164,7 @@ class Elsewhere:
             elif isinstance(node, ast.ClassDef):
                 self._bases |= {_last(base): place for base in node.bases}
             elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Store):
-                self._attributes[f"{_last(node.value)}.{node.attr}"] = place
+                self._attributes.append((_last(node.value), node.attr, place))
 
     def use_of(self, owner: str, name: str, position: int | None) -> str | None:
         """Returns the place of a call that passes an argument, or of a subclass, or None."""
@@ -172,13 +174,27 @@ class Elsewhere:
                 return place
         return self._bases.get(owner)
 
+    def splatting(self, owner: str) -> str | None:
+        """Returns the place of a call with ``**``, or None."""
+        calls = self._calls.get(owner, ())
+        return next((p for p, call in calls if any(k.arg is None for k in call.keywords)), None)
+
     def imports(self, name: str) -> bool:
         """Returns whether another file imports or calls a name."""
         return name in self._imports or name in self._calls
 
-    def reading(self, bases: Sequence[str], name: str) -> str | None:
-        """Returns the place of an attribute that is read of one of the names, or None."""
-        return next((p for b in bases if (p := self._attributes.get(f"{b}.{name}"))), None)
+    def reading(self, name: str, is_module: bool) -> str | None:
+        """Returns the place of a read of an attribute, or None.
+
+        Args:
+          is_module: of a model; else of a configuration. Arrays have a `dtype`, too.
+        """
+        for base, attribute, place in self._attributes:
+            is_model = base.lower().endswith(("model", "module"))
+            is_clear = is_module or name != "dtype" or dtypes.CONFIGS.search(base)
+            if attribute == name and base != "self" and is_model == is_module and is_clear:
+                return place
+        return None
 
 
 def _imported(node: ast.AST) -> list[str]:

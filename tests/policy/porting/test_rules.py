@@ -150,7 +150,7 @@ RULES = {
             @nn.compact
             def __call__(self, x):
                 scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-                return (x / jnp.sqrt(jnp.mean(x**2, axis=-1)) * scale)
+                return x / jnp.sqrt(jnp.mean(x**2, axis=-1)) * scale
 
 
         class Net(nn.Module):
@@ -517,6 +517,88 @@ RULES = {
                 return y
         """,
     ),
+    "a docstring in NumPy's style": (
+        """
+        def f(x, dtype=None):
+            \"\"\"Returns an array.
+
+            Parameters
+            ----------
+            x : Array
+                of any shape.
+            dtype : DTypeLike, optional
+                of the result.
+            \"\"\"
+            return jnp.exp(x).astype(dtype)
+        """,
+        """
+        def f(x):
+            \"\"\"Returns an array.
+
+            Parameters
+            ----------
+            x : Array
+                of any shape.
+            \"\"\"
+            return jnp.exp(x)
+        """,
+    ),
+    "arguments of a base": (
+        """
+        class Block(nnx.Module):
+            def __init__(self, width, dtype=None):
+                self.up = nnx.Linear(width, width, dtype=dtype)
+
+
+        class Last(Block):
+            def __init__(self, width, dtype=None):
+                super().__init__(width, dtype=dtype)
+
+
+        class Wide(nnx.Linear):
+            def __init__(self, width, dtype=None):
+                super().__init__(width, 2 * width, dtype=dtype)
+        """,
+        """
+        class Block(nnx.Module):
+            def __init__(self, width):
+                self.up = nnx.Linear(width, width)
+
+
+        class Last(Block):
+            def __init__(self, width):
+                super().__init__(width)
+
+
+        class Wide(nnx.Linear):
+            def __init__(self, width):
+                super().__init__(width, 2 * width)
+        """,
+    ),
+    "casts over several lines": (
+        """
+        def f(x, dtype=None):
+            y = (
+                jnp.exp(x)
+                .astype(dtype)
+            )
+            z = jnp.asarray(
+                jnp.exp(y) +
+                jnp.exp(x), dtype)
+            return y, (
+                y * z
+            ).astype(dtype)
+        """,
+        """
+        def f(x):
+            y = jnp.exp(x)
+            z = (jnp.exp(y) +
+                jnp.exp(x))
+            return y, (
+                y * z
+            )
+        """,
+    ),
 }
 
 
@@ -592,6 +674,26 @@ LEFT = {
         "def g(x, *args):\n    return f(x, *args)\n",
         "`*args` may hold it",
     ),
+    "an argument of a base that is not given": (
+        "class Net(other.Base):\n    def __init__(self, dtype=None):\n"
+        "        super().__init__(dtype=dtype)\n",
+        "it reaches `super().__init__`, which is not in the given files",
+    ),
+    "an argument of a function that only calls itself": (
+        "class Outer(nnx.Module):\n    def init_cache(self, dtype):\n"
+        "        return self.inner.init_cache(dtype=dtype)\n",
+        "nothing in the given files calls init_cache",
+    ),
+    "an argument of a function whose name has init in it": (
+        "class Net(nnx.Module):\n    dtype: Any = None\n    def cache(self):\n"
+        "        return other.init_cache(dtype=self.dtype)\n",
+        "it reaches `other.init_cache`",
+    ),
+    "a cast that is a branch": (
+        "class RMSNorm(nnx.Module):\n    def __call__(self, x, wide):\n        if wide:\n"
+        "            x = x.astype(jnp.float32)\n        return x\n",
+        "a cast to float32 is obeyed",
+    ),
     "a buffer": (
         "def f(x):\n    return jnp.zeros((2, 3), x.dtype)\n",
         "policy.compute_dtype()",
@@ -628,6 +730,27 @@ def test_a_cache_goes_with_a_note(tmp_path):
     (body,), notes = ported(tmp_path, text)
     assert body == "def init_cache(shape):\n    return {'k': jnp.zeros(shape)}"
     assert "policy.compute_dtype()" in notes
+
+
+def test_a_cache_that_stays_has_no_note(tmp_path):
+    text = "def init_cache(shape, dtype):\n    return {'k': jnp.zeros(shape, dtype=dtype)}\n"
+    (body,), notes = ported(tmp_path, text)
+    assert body == text_of(text)
+    assert "policy.compute_dtype()" not in notes
+
+
+def test_a_cast_to_float32_in_the_place_of_another_has_a_note(tmp_path):
+    (body,), notes = ported(tmp_path, "def f(x, dtype=None):\n    return g(x.astype(dtype))\n")
+    assert body == "def f(x):\n    return g(x.astype(jnp.float32))"
+    assert "a cast to float32 now, which is obeyed" in notes
+
+
+def test_a_field_that_another_file_reads_stays(tmp_path):
+    text = "class Config:\n    param_dtype: Any = jnp.float32\n"
+    (tmp_path / "net.py").write_text("import file_0\n\ndtype = file_0.PARAMS.param_dtype\n")
+    (body,), notes = ported(tmp_path, text)
+    assert body == text_of(text)
+    assert "net.py:3 reads it: port that file too" in notes
 
 
 def test_a_dtype_is_followed_over_files(tmp_path):
