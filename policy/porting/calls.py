@@ -108,7 +108,8 @@ def _mapped(source: ParsedFile, node: cst.Call, operand: cst.CSTNode) -> cst.Bas
     function = source.parent(node)
     call = source.enclosing(node, cst.Call)
     is_lambda = isinstance(function, cst.Lambda) and isinstance(operand, cst.Name)
-    if not is_lambda or source.imported(call.func) not in _TREE_MAPS or len(call.args) != 2:
+    is_map = call is not None and source.imported(call.func) in _TREE_MAPS
+    if not is_lambda or not is_map or len(call.args) != 2:
         return None
     names = [param.name.value for param in all_parameters(function)]
     return call.args[1].value if names == [operand.value] else None  # type: ignore[union-attr]
@@ -211,8 +212,10 @@ def _note_cast(
         if "softmax" in name or "loss" in name or "entropy" in name:
             flow.note(source, node, f"{name} runs in float32 under a policy: its cast may go")
         else:
-            text = "a cast to float32 is obeyed; norms, softmaxes and losses don't need it"
-            flow.note(source, node, text)
+            in_model = is_of_model(flow.project, source, node)
+            text = "a cast of floats to float32 has no effect in a module: it may go"
+            obeyed = "a cast to float32 is obeyed; norms, softmaxes and losses don't need it"
+            flow.note(source, node, text if in_model else obeyed)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -246,7 +249,8 @@ class _Call:
             makers = [] if made else project.targets(self._source, func.func)
             is_init = self._is_initializer(func)
             return made or [t for t in makers if is_init or _INITIALIZER.fullmatch(t.name)]
-        return project.targets(self._source, func)
+        found = project.targets(self._source, func)
+        return [t for target in found for t in project.forwarded(target)]
 
     def _is_initializer(self, func: cst.BaseExpression) -> bool:
         inner = func.func if isinstance(func, cst.Call) else func
@@ -264,8 +268,10 @@ class _Call:
         by_maker = is_class_method(source.enclosing(arg, cst.FunctionDef))
         flow.passed |= given if by_maker else given - (slots or frozenset())
         if given:
-            if not is_pure(arg.value):
-                text = f"`{source.code(arg.value)}` is passed to it"
+            text = None if is_pure(arg.value) else f"`{source.code(arg.value)}` is passed to it"
+            if any(target.kind == "elsewhere" for target in self._targets):
+                text = f"`{source.code(self._node.func)}` may be of a file that is not given"
+            if text is not None:
                 flow.keep(given, source, arg, text, chosen=True)
                 return False
             self._pass(arg, given)
@@ -284,7 +290,7 @@ class _Call:
     def _star(self, arg: cst.Arg, index: int) -> None:
         """Keeps the parameters that ``*args`` may hold."""
         orders = [d for t in self._targets if (d := t.definition) is not None and arg.star == "*"]
-        for definition in orders:
+        for definition in () if self._is_empty(arg.value) else orders:
             left = set(self._flow.project.order(definition)[index:])
             left -= {other.keyword.value for other in self._node.args if other.keyword}
             names = [name for name in left if self._flow.follows(name)]
@@ -292,6 +298,19 @@ class _Call:
             slots = [(kind, definition.name, name) for name in names]
             text = f"`{self._source.code(arg)}` may hold it"
             self._flow.keep(slots, self._source, arg, text, chosen=True)
+
+    def _is_empty(self, star: cst.BaseExpression) -> bool:
+        """Returns whether ``*args`` are a function's own, and no call of it gives it any."""
+        function = self._source.enclosing(self._node, cst.FunctionDef)
+        own = function.params.star_arg if function is not None else None
+        if not isinstance(own, cst.Param) or own.name.value != last_name(star):
+            return False
+        calls = self._flow.project.calls.get(function.name.value, [])
+        given = [[a for a in call.args if a.keyword is None and a.star != "**"] for call in calls]
+        return bool(calls) and all(
+            len(args) <= len(function.params.params) and not any(a.star for a in args)
+            for args in given
+        )
 
     def _given(self, keyword: str | None, index: int) -> set[Slot]:
         """Returns the slots of the given definitions that an argument is passed to."""
@@ -336,13 +355,17 @@ class _Call:
         )
         is_init = bool(_INITIALIZER.fullmatch(name)) or self._is_initializer(self._node.func)
         is_param = "param" in name and index >= 2
-        is_layer = "flax" in kinds or is_init or is_param or self._is_flax_class()
+        is_derived = self._is_class() and all(
+            self._flow.project.is_flax_class(t.definition)  # type: ignore[arg-type]
+            for t in self._targets
+        )
+        is_layer = "flax" in kinds or is_init or is_param or is_derived
         if is_layer and (keyword is not None or is_init or is_param):
             if not slots:
                 self._note_layer(arg)
             elif keyword == "dtype" and "flax" in kinds and "router" in self._assigned_name():
-                flow.use(source, arg.value, edits=[(arg, _in_float32)])
-                flow.note(source, arg, "a router stays in float32 for its choice of experts")
+                text = "a router stays in float32 for its choice of experts"
+                flow.use(source, arg.value, edits=[(arg, _in_float32)], note=text)
             elif keyword is not None or is_last:
                 flow.use(source, arg.value, edits=[(arg, None)])
             elif slots - {DATA}:
@@ -362,10 +385,10 @@ class _Call:
         statement = self._source.parent(self._node)
         return last_name(assigned(statement)[0]) if isinstance(statement, cst.Assign) else ""
 
-    def _is_flax_class(self) -> bool:
-        project = self._flow.project
-        found = [t.definition for t in self._targets if t.definition is not None]
-        return bool(found) and all(d.is_class and project.is_flax_class(d) for d in found)
+    def _is_class(self) -> bool:
+        """Returns whether classes of the given files are called, and nothing else."""
+        found = [t.definition for t in self._targets]
+        return bool(found) and all(d is not None and d.is_class for d in found)
 
     def _array(
         self, arg: cst.Arg, keyword: str | None, index: int, is_last: bool, imported: str
@@ -389,8 +412,10 @@ class _Call:
     def _block(self, arg: cst.Arg, keyword: str | None) -> None:
         """Keeps a dtype that is passed to a function that is not given."""
         flow, source = self._flow, self._source
-        called = source.code(self._node.func)
-        reason = f"it reaches `{called}`, which is not in the given files"
+        reason = f"it reaches `{source.code(self._node.func)}`, which is not in the given files"
+        if self._targets and all(target.kind == "given" for target in self._targets):
+            what = "a base of" if self._is_class() else "the `**` arguments of"
+            reason = f"it reaches {what} `{source.code(self._node.func)}`"
         flow.use(source, arg.value, reason=reason)
         if keyword is not None:
             self._poison(arg, keyword)
@@ -399,7 +424,7 @@ class _Call:
         """Keeps the fields that an argument of an unknown call may be passed to."""
         project = self._flow.project
         called = self._source.code(self._node.func)
-        if all(target.kind == "given" for target in self._targets):
+        if all(t.kind == "given" for t in self._targets) and not self._is_class():
             unpacking = project.splatted.keys() if self._targets else set()
             values = project.owners(keyword) & (project.values | unpacking)
             owners = {self._flow.field(owner, keyword) for owner in values}

@@ -8,22 +8,34 @@ from collections.abc import Sequence
 import libcst as cst
 
 from policy.porting import dtypes
-from policy.porting.definitions import all_parameters, last_name
+from policy.porting.definitions import all_parameters, last_name, own_attributes
 from policy.porting.edits import Edits, is_pure
 from policy.porting.slots import pairs
-from policy.porting.sources import Elsewhere, ParsedFile, nodes_of
+from policy.porting.sources import Elsewhere, ParsedFile, nodes_of, text_of
 
 Key = tuple[str, str]  # the path of a scope, and a name in it
 
 
 def unused(source: ParsedFile) -> set[Key]:
-    """Returns the names that a file binds and never reads."""
-    return {
+    """Returns the names that a file binds and never reads, with those of attributes of `self`."""
+    names = {
         (_path(source, scope), assignment.name)
         for scope in source.scopes()
         for assignment in scope.assignments
         if hasattr(assignment, "node") and not assignment.references
     }
+    return names | {("self", name) for name, _ in _unread(source)}
+
+
+def _unread(source: ParsedFile) -> list[tuple[str, cst.SimpleStatementLine]]:
+    """Returns the attributes of `self` that a file sets and never reads, with their lines."""
+    nodes = list(nodes_of(source.module))
+    stored = [
+        pair for node in nodes if isinstance(node, cst.ClassDef) for pair in own_attributes(node)
+    ]
+    texts = {node.raw_value for node in nodes if isinstance(node, cst.SimpleString)}
+    names = [node.attr.value for node in nodes if isinstance(node, cst.Attribute)]
+    return [(name, line) for name, line in stored if name not in texts and names.count(name) == 1]
 
 
 def _chooses_a_dtype(source: ParsedFile, node: cst.CSTNode | None) -> bool:
@@ -78,6 +90,10 @@ class Unused(dict[ParsedFile, Edits]):
                 if any(one.references for one in scope[name] if hasattr(one, "references")):
                     continue
                 self._delete(source, scope, node, name)
+        for name, line in _unread(source):
+            value = getattr(line.body[0], "value", None)
+            if ("self", name) not in known and isinstance(value, cst.Name):
+                self[source].remove(line)
 
     def _delete(self, source: ParsedFile, scope: object, node: cst.CSTNode, name: str) -> None:
         in_function = isinstance(getattr(scope, "node", None), cst.FunctionDef)
@@ -133,7 +149,8 @@ def docstrings(source: ParsedFile, edits: Edits) -> Edits:
             if (edits.change_of(one) is None and dtypes.DTYPE_NAME.search(name))
             or dtypes.SCALE_NAME.search(name)
         }
-        text = _docstring(node)
+        body = node.body.body
+        text = text_of(body[0]) if body else None
         if text is not None and names:
             edits.add(text, lambda updated, names=names: _without(updated, names))
     return edits
@@ -149,13 +166,6 @@ def _described(node: cst.FunctionDef | cst.ClassDef) -> list[tuple[str, cst.CSTN
         elif isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.AnnAssign):
             found.append((last_name(line.body[0].target), line))
     return found
-
-
-def _docstring(node: cst.FunctionDef | cst.ClassDef) -> cst.SimpleString | None:
-    first = node.body.body[0] if node.body.body else None
-    inner = first.body[0] if isinstance(first, cst.SimpleStatementLine) else None
-    value = inner.value if isinstance(inner, cst.Expr) else None
-    return value if isinstance(value, cst.SimpleString) else None
 
 
 _HEADER = re.compile(r"\s*(Args|Arguments|Attributes|Parameters|Fields):\s*")

@@ -256,6 +256,30 @@ class Project:
             for target in self.targets(source, node.func)
         }
 
+    @functools.cached_property
+    def calls(self) -> dict[str, list[cst.Call]]:
+        """The calls of the given files, by the last part of the name of what they call."""
+        found: dict[str, list[cst.Call]] = {}
+        for source in self.sources:
+            for node in nodes_of(source.module):
+                if isinstance(node, cst.Call):
+                    found.setdefault(last_name(node.func), []).append(node)
+        return found
+
+    def forwarded(self, target: Callee) -> list[Callee]:
+        """Returns a callable, and those that get its ``**`` arguments, if it reads none itself."""
+        node = target.definition.node if target.definition is not None else None
+        if not isinstance(node, cst.FunctionDef) or node.params.star_kwarg is None:
+            return [target]
+        source = target.definition.source  # type: ignore[union-attr]
+        uses = [n for n in nodes_of(node.body) if isinstance(n, cst.Name)]
+        uses = [n for n in uses if n.value == node.params.star_kwarg.name.value]
+        if any(getattr(source.parent(n), "star", "") != "**" for n in uses):
+            return [target]
+        calls = [source.parent(source.parent(n)) for n in uses]
+        found = [t for call in calls for t in self.targets(source, call.func)]
+        return [target, *(dataclasses.replace(t, bound=-99) for t in found)]
+
     def is_initializer(self, source: ParsedFile, node: cst.BaseExpression) -> bool:
         """Returns whether an expression is an initializer of Flax's or JAX's, or makes one."""
         values = self._values.get(last_name(node), ())

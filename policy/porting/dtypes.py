@@ -14,8 +14,8 @@ SCALE_NAME = re.compile(r"(^|_)dynamic_scale$")
 CONFIGS = re.compile(r"(^|_)(cfg|config|conf|hps|hparams|args|flags|model|module|options)$", re.I)
 
 HALF_FLOATS = {"bfloat16", "float16"}
-FLOATS = {"float32", "float64", *HALF_FLOATS}
-_OTHER = re.compile(r"u?int\d*_?|bool_?|complex\d+|float8\w*|float4\w*|key<\w+>")
+FLOATS = {"float32", *HALF_FLOATS}
+_OTHER = re.compile(r"u?int\d*_?|bool_?|complex\d+|float64|float8\w*|float4\w*|key<\w+>")
 
 
 def constant(name: str) -> str | None:
@@ -26,6 +26,8 @@ def constant(name: str) -> str | None:
     """
     module, _, last = name.rpartition(".")
     known = not module or module.split(".")[0] in ("jax", "numpy", "ml_dtypes", "tensorflow")
+    if name == "jax.numpy.float_":
+        return "float32"
     return last if known and (last in FLOATS or _OTHER.fullmatch(last)) else None
 
 
@@ -76,7 +78,7 @@ CREATORS = {
     "identity": 1,
 }
 # functions whose dtype needs a float32 in its place: the positions of their dtype
-TYPED = {"full": 2, "ShapeDtypeStruct": 1, "arange": 3, "linspace": 5, "tile": 9}
+TYPED = {"finfo": 0, "full": 2, "ShapeDtypeStruct": 1, "arange": 3, "linspace": 5, "tile": 9}
 CAST_FUNCTIONS = {"asarray": 1, "array": 1, "astype": 1, "convert_element_type": 1}
 # keywords without effect on float32 operands
 RESULT_OPTIONS = {"preferred_element_type", "promote_dtype"}
@@ -95,7 +97,7 @@ _FLOAT = re.compile(
     mean | var | std | sqrt | rsqrt | exp | log | log1p | expm1 | tanh | sin | cos | einsum |
     dot | matmul | softmax | log_softmax | gelu | silu | swish | sigmoid | softplus | normal |
     uniform | truncated_normal | linspace | power | divide | erf | reciprocal | dot_general |
-    conv_general_dilated | dot_product_attention | one_hot | logsumexp
+    conv_general_dilated | dot_product_attention(_weights)? | one_hot | logsumexp
     """,
     re.VERBOSE,
 )

@@ -20,7 +20,7 @@ from policy.porting.definitions import (
 from policy.porting.dtypes import DATA, EXTERNAL, Slot
 from policy.porting.edits import Edits
 from policy.porting.slots import SlotReader, pairs
-from policy.porting.sources import Elsewhere, ParsedFile, nodes_of
+from policy.porting.sources import Elsewhere, ParsedFile, nodes_of, text_of
 
 _SCALE = (
     'a loss scale is mixed_precision(tx, policy, loss_scale="dynamic") and '
@@ -110,13 +110,17 @@ class DtypeFlow(SlotReader):
         """Returns the notes on slots that stay, and on other lines."""
         own = [note for slot, note in self.kept.items() if slot in self._declared]
         own += [Note(u.source, u.node, u.note) for u in self.uses if u.note and self._goes(u)]
-        for slot in self._declared.keys() - self.kept.keys():
+        splatted: dict[tuple[ParsedFile, cst.CSTNode, str], list[str]] = {}
+        for slot in sorted(self._declared.keys() - self.kept.keys()):
             kind, owner, name = slot
             if kind != "local" and (place := self.project.splatted.get(owner)):
-                own.append(Note(*place, f"`{name}` of {owner} goes: `**` should not hold it"))
+                splatted.setdefault((*place, name), []).append(owner)
             elif kind != "local" and (where := self.elsewhere.splatting(owner)):
                 text = f"`{name}` of {owner} goes: `**` of {where} should not hold it"
                 own.append(Note(*self._declared[slot][0], text))
+        for (source, node, name), owners in splatted.items():
+            text = f"`{name}` of {', '.join(owners)} goes: `**` should not hold it"
+            own.append(Note(source, node, text))
         return list({str(note): note for note in (*own, *self.notes)}.values())
 
     # ----------------------------------------------------------------------------------------------
@@ -219,13 +223,15 @@ class DtypeFlow(SlotReader):
                     self.use(source, param.default, flows=[slot])
 
     def _declare_fields(self, source: ParsedFile, node: cst.ClassDef) -> None:
-        for line in node.body.body:
+        for line, after in zip(node.body.body, (*node.body.body[1:], None), strict=True):
             if not isinstance(line, cst.SimpleStatementLine):
                 continue
             for target in assigned(line.body[0]):
                 if isinstance(target, cst.Name) and self.follows(target.value):
                     slot = self.field(node.name.value, target.value)
                     self._declare(slot, source, line)
+                    if after is not None and text_of(after) is not None:
+                        self._declare(slot, source, after)
                     value = getattr(line.body[0], "value", None)
                     if value is not None:
                         self.use(source, value, flows=[slot])
@@ -372,6 +378,10 @@ class DtypeFlow(SlotReader):
         slots -= {DATA, EXTERNAL}
         if isinstance(parent, cst.Expr) or not slots:
             return
+        if isinstance(parent, cst.Comparison) and (decided := self._decided(source, parent)):
+            text = f"`{source.code(parent)}` is {decided} now, as in float32"
+            self.use(source, node, edits=[(parent, lambda _: cst.Name(decided))], note=text)
+            return
         what = {
             cst.Return: "it is returned",
             cst.ComparisonTarget: "it is compared",
@@ -381,6 +391,16 @@ class DtypeFlow(SlotReader):
             cst.Element: "it is stored in a sequence",
         }.get(type(parent), "its use here is not understood")
         self.use(source, node, reason=f"{what} in `{_short(source, node)}`")
+
+    def _decided(self, source: ParsedFile, node: cst.Comparison) -> str:
+        """Returns "True" or "False" of an assigned comparison of a dtype with constants, or ""."""
+        is_assigned = isinstance(source.parent(node), cst.Assign) and len(node.comparisons) == 1
+        named = self.constants(source, node.comparisons[0]) if is_assigned else set()
+        operator = node.comparisons[0].operator
+        if not named or isinstance(operator, (cst.LessThan, cst.GreaterThan)):
+            return ""
+        negated = isinstance(operator, (cst.NotEqual, cst.IsNot, cst.NotIn))
+        return str(("float32" in named) != negated)
 
 
 def _refuses(node: cst.If) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import libcst as cst
@@ -12,7 +13,11 @@ _WINGS = ("linen", "nnx")
 _WHOLE = ("flax.linen", "flax.nnx")
 # modules of flax.linen that mpmodules.linen doesn't hold
 _FLAX_ONLY = ("partitioning", "experimental", "kw_only_dataclasses")
-_LAYERS = ("linear", "attention", "normalization", "recurrent", "nn")
+# layers, in modules below flax.linen and flax.nnx
+_LAYERS = re.compile(
+    r"Linear\w*|Dense|DenseGeneral|Einsum|Embed|Conv|ConvTranspose|ConvLocal|[A-Z]\w+Norm|"
+    r"[A-Z]\w+Attention|[A-Z]\w+Cell|RNN|Bidirectional"
+)
 
 
 def ported_imports(source: ParsedFile, notes: list[str]) -> str:
@@ -38,6 +43,7 @@ class _Imports(cst.CSTTransformer):
         self._notes.append(f"{self._source.path}:{self._source.line(node)}: {text}")
 
     def leave_SimpleStatementLine(self, original_node: Any, updated_node: Any) -> Any:
+        del original_node
         if len(updated_node.body) != 1:
             return updated_node
         statement = updated_node.body[0]
@@ -46,7 +52,7 @@ class _Imports(cst.CSTTransformer):
         if isinstance(statement, cst.ImportFrom) and not isinstance(
             statement.names, cst.ImportStar
         ):
-            return self._import_from(original_node, updated_node, statement)
+            return self._import_from(updated_node, statement)
         return updated_node
 
     def _import(self, line: cst.SimpleStatementLine, statement: cst.Import) -> Any:
@@ -59,9 +65,7 @@ class _Imports(cst.CSTTransformer):
             names.append(alias)
         return line.with_changes(body=[statement.with_changes(names=names)])
 
-    def _import_from(
-        self, original: cst.CSTNode, line: cst.SimpleStatementLine, statement: cst.ImportFrom
-    ) -> Any:
+    def _import_from(self, line: cst.SimpleStatementLine, statement: cst.ImportFrom) -> Any:
         module = "" if statement.module is None else self._source.code(statement.module)
         assert not isinstance(statement.names, cst.ImportStar)
         if statement.relative or not module.startswith("flax"):
@@ -72,11 +76,10 @@ class _Imports(cst.CSTTransformer):
         elif module in _WHOLE:
             moves = [alias.evaluated_name not in _FLAX_ONLY for alias in statement.names]
             target = f"mpmodules.{module.partition('.')[2]}"
+        elif (wing := module.split(".")[1]) in _WINGS:
+            moves = [bool(_LAYERS.fullmatch(alias.evaluated_name)) for alias in statement.names]
+            target = f"mpmodules.{wing}"
         else:
-            parts = module.split(".")
-            if parts[1] in _WINGS and parts[-1] in _LAYERS:
-                text = f"layers of `{module}` are Flax's: import them from mpmodules.{parts[1]}"
-                self._note(original, text)
             return line
         moved = [alias for alias, moves_ in zip(statement.names, moves, strict=True) if moves_]
         left = [alias for alias, moves_ in zip(statement.names, moves, strict=True) if not moves_]

@@ -86,6 +86,8 @@ def _is_float_call(project: Project, source: ParsedFile, node: cst.Call, depth: 
             return True
         if dtypes.makes_floats(name):
             return True
+        if name == "full" and all(arg.keyword is None for arg in node.args):
+            return len(values) == 2 and _is_float_number(source, values[1])
         first = values[0] if values else None
         if isinstance(first, (cst.List, cst.Tuple)):
             return any(inner(element.value) for element in first.elements)
@@ -111,6 +113,18 @@ def _is_float_call(project: Project, source: ParsedFile, node: cst.Call, depth: 
             is_float_array(project, where, value, depth - 1) for where, value in returned
         )
     return not imported and (project.is_module(name) or _is_module_field(project, source, node))
+
+
+def _is_float_number(source: ParsedFile, node: cst.CSTNode) -> bool:
+    """Returns whether an expression is a literal, or of ``jnp.finfo``, or a variable of these."""
+    if isinstance(node, cst.UnaryOperation):
+        return _is_float_number(source, node.expression)
+    if isinstance(node, cst.Name):
+        values = [value_of(source, a.node) for a in source.assignments(node)]
+        return bool(values) and all(v is not None and _is_float_number(source, v) for v in values)
+    call = node.value if isinstance(node, cst.Attribute) else None
+    is_limit = isinstance(call, cst.Call) and last_name(call.func) == "finfo"
+    return isinstance(node, cst.Float) or is_limit
 
 
 def _is_module_field(project: Project, source: ParsedFile, node: cst.Call) -> bool:

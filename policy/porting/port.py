@@ -25,13 +25,28 @@ class Ported:
     after: str
 
     def diff(self) -> str:
+        """Returns a unified diff: `difflib.unified_diff` pairs no lines that a file has often."""
         before, after = (text.splitlines(keepends=True) for text in (self.before, self.after))
         name = self.name.lstrip("/")
-        return "".join(difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"))
+        lines = [f"--- a/{name}\n", f"+++ b/{name}\n"]
+        for group in _matched(before, after).get_grouped_opcodes():
+            (_, i, _, j, _), (_, _, i_end, _, j_end) = group[0], group[-1]
+            lines.append(f"@@ -{i + 1},{i_end - i} +{j + 1},{j_end - j} @@\n")
+            for tag, i, i_end, j, j_end in group:
+                if tag == "equal":
+                    lines += [f" {line}" for line in before[i:i_end]]
+                    continue
+                lines += [f"-{line}" for line in before[i:i_end]]
+                lines += [f"+{line}" for line in after[j:j_end]]
+        return "".join(lines)
 
     def deleted(self) -> int:
         """Returns the number of lines that are deleted or changed."""
         return sum(line[:1] == "-" for line in self.diff().splitlines()[2:])
+
+
+def _matched(before: Sequence[str], after: Sequence[str]) -> difflib.SequenceMatcher[str]:
+    return difflib.SequenceMatcher(None, before, after, autojunk=False)
 
 
 def port(names: Sequence[str]) -> tuple[list[Ported], list[str]]:
@@ -94,8 +109,7 @@ def _with_text(source: ParsedFile, text: str) -> ParsedFile:
     before, after = source.text.splitlines(), text.splitlines()
     lines = [1] * (len(after) + 2)
     last = 1
-    matched = difflib.SequenceMatcher(None, before, after, False)
-    for tag, i, _, j, j_end in matched.get_opcodes():
+    for tag, i, _, j, j_end in _matched(before, after).get_opcodes():
         for k in range(j, j_end):
             last = source.lines[min(i + (k - j if tag == "equal" else 0), len(before) - 1)]
             lines[k] = last

@@ -109,6 +109,13 @@ def nodes_of(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         yield from nodes_of(child)
 
 
+def text_of(statement: cst.CSTNode) -> cst.SimpleString | None:
+    """Returns the text of a statement that is nothing else, as a docstring, or None."""
+    inner = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+    value = inner.value if isinstance(inner, cst.Expr) else None
+    return value if isinstance(value, cst.SimpleString) else None
+
+
 def read_file(name: str) -> ParsedFile:
     """Reads a file.
 
