@@ -40,7 +40,7 @@ def is_float_array(project: Project, source: ParsedFile, node: cst.CSTNode, dept
         return inner(node.body) and inner(node.orelse)
     if isinstance(node, cst.Attribute):
         if is_self(node.value):
-            return _made_by(source, node) in ("Param", "param")
+            return _made_by(source, node) in ("Param", "param", "param_with_axes")
         return dtypes.keeps_floats(node.attr.value) and inner(node.value)
     if isinstance(node, cst.Call):
         return _is_float_call(project, source, node, depth)
@@ -80,6 +80,8 @@ def _is_float_call(project: Project, source: ParsedFile, node: cst.Call, depth: 
 
     name, values = last_name(node.func), [arg.value for arg in node.args]
     imported = source.imported(node.func)
+    if name == "param_with_axes":
+        return True
     if imported.startswith(("jax.", "flax.", "mpmodules.")):
         creator = dtypes.CREATORS.get(name)
         if creator and len(values) <= creator and all(arg.keyword is None for arg in node.args):
@@ -153,7 +155,7 @@ def _is_float_name(project: Project, source: ParsedFile, node: cst.Name, depth: 
         if id(suite) in blocks:
             return True
     if not any(isinstance(a.node, cst.Param) for a in assignments):
-        return False
+        return bool(before)
     is_annotated = any(_is_float_annotation(one) for one in project.annotations(source, node))
     return is_annotated or bool(dtypes.FLOAT_PARAMETERS.fullmatch(node.value))
 
