@@ -268,13 +268,14 @@ class _Call:
         by_maker = is_class_method(source.enclosing(arg, cst.FunctionDef))
         flow.passed |= given if by_maker else given - (slots or frozenset())
         if given:
-            text = None if is_pure(arg.value) else f"`{source.code(arg.value)}` is passed to it"
-            if any(target.kind == "elsewhere" for target in self._targets):
-                text = f"`{source.code(self._node.func)}` may be of a file that is not given"
-            if text is not None:
+            if not is_pure(arg.value):
+                text = f"`{source.code(arg.value)}` is passed to it"
                 flow.keep(given, source, arg, text, chosen=True)
                 return False
-            self._pass(arg, given)
+            if any(target.kind == "elsewhere" for target in self._targets):
+                self._block(arg, None, given)
+            else:
+                self._pass(arg, given)
             return True
         is_named = keyword is not None and flow.follows(keyword)
         if slots is None and keyword and is_named:
@@ -409,14 +410,15 @@ class _Call:
         is_cache = name in ("zeros", "empty") and "cache" in named
         flow.use(source, arg.value, edits=[(arg, None)], note=_CACHE if is_cache else None)
 
-    def _block(self, arg: cst.Arg, keyword: str | None) -> None:
-        """Keeps a dtype that is passed to a function that is not given."""
+    def _block(self, arg: cst.Arg, keyword: str | None, given: Iterable[Slot] = ()) -> None:
+        """Keeps a dtype that is passed to a function that is not given, and those `given` to."""
         flow, source = self._flow, self._source
         reason = f"it reaches `{source.code(self._node.func)}`, which is not in the given files"
         if self._targets and all(target.kind == "given" for target in self._targets):
             what = "a base of" if self._is_class() else "the `**` arguments of"
             reason = f"it reaches {what} `{source.code(self._node.func)}`"
         flow.use(source, arg.value, reason=reason)
+        flow.keep(given, source, arg, reason, chosen=True)
         if keyword is not None:
             self._poison(arg, keyword)
 

@@ -758,7 +758,7 @@ LEFT = {
     "a cast that is a branch": (
         "class RMSNorm(nnx.Module):\n    def __call__(self, x, wide):\n        if wide:\n"
         "            x = x.astype(jnp.float32)\n        return x\n",
-        "a cast to float32 is obeyed",
+        "a cast of floats to float32 has no effect in a module",
     ),
     "a buffer": (
         "def f(x):\n    return jnp.zeros((2, 3), x.dtype)\n",
