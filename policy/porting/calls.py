@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _CAST_KEYWORDS = ("dtype", "new_dtype")
 _INITIALIZER = re.compile(r"(\w*_)?init(ializer)?(_fn)?")
 _CACHE = "a cache is float32 now: policy.compute_dtype() as its dtype halves it"
-_IN_FLOAT32 = "a cast to float32 now, which is obeyed: delete it if all that it takes are floats"
+_IN_FLOAT32 = "a cast to float32 now: it may go if all that it takes are floats"
 _TREE_MAPS = ("jax.tree.map", "jax.tree_map", "jax.tree_util.tree_map")
 
 
@@ -49,6 +49,23 @@ def read_call(flow: DtypeFlow, source: ParsedFile, node: cst.Call) -> None:
             if not read.argument(index, arg):
                 flow.visit(source, arg.value)
     flow.visit(source, node.func)
+
+
+def read_dict(flow: DtypeFlow, source: ParsedFile, node: cst.Dict) -> bool:
+    """Reads a dict that layers get by ``**``, whose dtypes are arguments; False for others."""
+    names = [last_name(target) for target in assigned(source.parent(node))]
+    targets = [target for name in names for target in flow.project.unpacked(name)]
+    classes = [d for t in targets if (d := t.definition) is not None and d.is_class]
+    if not targets or len(classes) + sum(t.kind == "flax" for t in targets) < len(targets):
+        return False
+    for element in node.elements:
+        key = getattr(getattr(element, "key", None), "raw_value", "")
+        if flow.follows(key) and flow.slots(source, element.value) is not None:
+            given = [flow.field(definition.name, key) for definition in classes]
+            flow.use(source, element.value, flows=given, edits=[(element, None)])
+        else:
+            flow.visit(source, element.value)
+    return True
 
 
 # --------------------------------------------------------------------------------------------------

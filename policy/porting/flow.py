@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable
 
 import libcst as cst
 
 from policy.porting import dtypes
-from policy.porting.calls import read_call
+from policy.porting.calls import read_call, read_dict
 from policy.porting.definitions import (
     Project,
     all_parameters,
@@ -330,6 +331,8 @@ class DtypeFlow(SlotReader):
             return
         elif isinstance(node, cst.Assert) and self._assertion(source, node):
             return
+        if isinstance(node, cst.Dict) and read_dict(self, source, node):
+            return
         for child in node.children:
             self.visit(source, child)
 
@@ -380,7 +383,10 @@ class DtypeFlow(SlotReader):
             return
         if isinstance(parent, cst.Comparison) and (decided := self._decided(source, parent)):
             text = f"`{source.code(parent)}` is {decided} now, as in float32"
-            self.use(source, node, edits=[(parent, lambda _: cst.Name(decided))], note=text)
+            edit = (parent, lambda _: cst.Name(decided))
+            if isinstance(branches := source.parent(parent), cst.IfExp):
+                edit = (branches, functools.partial(_chosen, name=_BRANCHES[decided]))
+            self.use(source, node, edits=[edit], note=text)
             return
         what = {
             cst.Return: "it is returned",
@@ -393,14 +399,27 @@ class DtypeFlow(SlotReader):
         self.use(source, node, reason=f"{what} in `{_short(source, node)}`")
 
     def _decided(self, source: ParsedFile, node: cst.Comparison) -> str:
-        """Returns "True" or "False" of an assigned comparison of a dtype with constants, or ""."""
-        is_assigned = isinstance(source.parent(node), cst.Assign) and len(node.comparisons) == 1
-        named = self.constants(source, node.comparisons[0]) if is_assigned else set()
-        operator = node.comparisons[0].operator
-        if not named or isinstance(operator, (cst.LessThan, cst.GreaterThan)):
+        """Returns "True" or "False" of a comparison with constants that decides a value, or ""."""
+        parent, first = source.parent(node), node.comparisons[0]
+        is_test = isinstance(parent, cst.IfExp) and parent.test is node
+        named = self.constants(source, first)
+        is_value = (isinstance(parent, cst.Assign) or is_test) and len(node.comparisons) == 1
+        if not named or not is_value:
             return ""
-        negated = isinstance(operator, (cst.NotEqual, cst.IsNot, cst.NotIn))
+        negated = isinstance(first.operator, (cst.NotEqual, cst.IsNot, cst.NotIn))
         return str(("float32" in named) != negated)
+
+
+_BRANCHES = {"True": "body", "False": "orelse"}
+
+
+def _chosen(updated: cst.IfExp, name: str) -> cst.BaseExpression:
+    """Returns a branch of an expression, in its parentheses."""
+    branch = getattr(updated, name)
+    simple = (cst.Name, cst.Attribute, cst.Call, cst.Subscript, cst.BaseNumber)
+    if isinstance(branch, simple) or branch.lpar:
+        return branch
+    return branch.with_changes(lpar=updated.lpar, rpar=updated.rpar)
 
 
 def _refuses(node: cst.If) -> bool:

@@ -123,7 +123,8 @@ def _is_float_number(source: ParsedFile, node: cst.CSTNode) -> bool:
         return _is_float_number(source, node.expression)
     if isinstance(node, cst.Name):
         values = [value_of(source, a.node) for a in source.assignments(node)]
-        return bool(values) and all(v is not None and _is_float_number(source, v) for v in values)
+        known = [v for v in values if v is not None and not isinstance(v, cst.Name)]
+        return bool(values) and known == values and all(_is_float_number(source, v) for v in known)
     call = node.value if isinstance(node, cst.Attribute) else None
     is_limit = isinstance(call, cst.Call) and last_name(call.func) == "finfo"
     return isinstance(node, cst.Float) or is_limit

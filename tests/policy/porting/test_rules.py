@@ -306,7 +306,9 @@ RULES = {
             @nn.compact
             def __call__(self, x):
                 inits = dict(use_bias=False, dtype=self.dtype_mm)
-                return self.norm(dtype=x.dtype)(nn.Dense(3, **inits)(x))
+                x = nn.Dense(3, **inits)(x)
+                names = {"name": "last", "dtype": self.dtype_mm}
+                return self.norm(dtype=x.dtype)(nn.Dense(3, **names)(x))
 
 
         class Stack(nn.Module):
@@ -326,7 +328,9 @@ RULES = {
             @nn.compact
             def __call__(self, x):
                 inits = dict(use_bias=False)
-                return self.norm()(nn.Dense(3, **inits)(x))
+                x = nn.Dense(3, **inits)(x)
+                names = {"name": "last"}
+                return self.norm()(nn.Dense(3, **names)(x))
 
 
         class Stack(nn.Module):
@@ -483,6 +487,7 @@ RULES = {
 
             def __call__(self, x, mask):
                 low = jnp.finfo(self.dtype).min
+                x = x * (2.0 + x if self.dtype != jnp.float16 else 1.0)
                 weights = jax.nn.softmax(x + jnp.full(mask.shape, low).astype(self.dtype))
                 if self.is_wide:
                     weights = weights.astype(self.dtype)
@@ -508,6 +513,7 @@ RULES = {
 
             def __call__(self, x, mask):
                 low = jnp.finfo(jnp.float32).min
+                x = x * (2.0 + x)
                 weights = jax.nn.softmax(x + jnp.full(mask.shape, low))
                 return jax.tree.map(lambda w: self.norm(w), weights)
         """,
@@ -808,7 +814,7 @@ def test_a_cache_that_stays_has_no_note(tmp_path):
 def test_a_cast_to_float32_in_the_place_of_another_has_a_note(tmp_path):
     (body,), notes = ported(tmp_path, "def f(x, dtype=None):\n    return g(x.astype(dtype))\n")
     assert body == "def f(x):\n    return g(x.astype(jnp.float32))"
-    assert "a cast to float32 now, which is obeyed" in notes
+    assert "a cast to float32 now" in notes
 
 
 def test_a_field_that_another_file_reads_stays(tmp_path):
