@@ -3,14 +3,14 @@
 `durations.txt` lists the test functions that take longer than `BUDGET` with all their cases, one a
 line: seconds of one case, and the name. The fast part has as many of a function's cases as fit into
 `BUDGET`, spread over their list and at least one, but none of a function whose one case takes
-longer than `LONGEST`. Upstream's defects (`test_facts.py`) always have one. Other cases are marked
-`slow`. Of functions with `MANY` short cases or more, such as layers times policies, as many are
-`slow` as fit into `SLOW_BUDGET`, and the rest is `exhaustive`: to be run before a release. CI runs
-the other two parts. Functions that are not listed are fast.
+longer than `LONGEST`. Upstream's defects (`test_facts.py`) always have one. Of the other cases as
+many are marked `slow` as fit into `SLOW_BUDGET`, at least one, and all of `PAGES`. The rest is
+`exhaustive`: to be run before a release. CI runs the fast and the slow part. Functions that are not
+listed are fast.
 
     python -m pytest -n 2                    # the fast part
     python -m pytest -n 2 -m slow            # the slow part
-    python -m pytest -n 2 -m exhaustive      # the rest of the long tables
+    python -m pytest -n 2 -m exhaustive      # the rest of the cases
     python -m pytest tests/policy/optim      # all, of the files that are named
 
 After a change of many tests, measure again:
@@ -29,9 +29,8 @@ import pytest
 
 BUDGET = 0.1  # seconds of a function, in the fast part
 LONGEST = 0.5  # seconds of a case, in the fast part
-MANY = 20  # cases of a function
-SHORT = 2.0  # seconds of one of its cases
-SLOW_BUDGET = 4.0  # seconds of a function with so many short cases, in the slow part
+SLOW_BUDGET = 2.0  # seconds of a function, in the slow part
+PAGES = ("/test_docs.py::", "/test_stories.py::")  # files whose cases are the pages of docs
 UNLISTED = 0.02  # seconds of a case that is not listed, about
 DURATIONS = Path(__file__).with_name("durations.txt")
 
@@ -42,18 +41,11 @@ def durations() -> dict[str, float]:
     return {name: float(seconds) for seconds, name in lines}
 
 
-def fast_cases(count: int, seconds: float, *, keeps_one: bool = False) -> list[int]:
-    """Returns the places of a function's fast cases among `count`, of so many `seconds` each."""
-    if seconds > LONGEST and not keeps_one:
-        return []
-    fitting = min(count, max(1, int(BUDGET / seconds)))
-    return [place * count // fitting for place in range(fitting)]
-
-
-def slow_cases(count: int, seconds: float) -> list[int]:
-    """Returns the places of a function's slow cases among the `count` that are not fast."""
-    is_long_table = count >= MANY and seconds < SHORT
-    fitting = min(count, max(1, int(SLOW_BUDGET / seconds))) if is_long_table else count
+def within(budget: float, count: int, seconds: float) -> list[int]:
+    """Returns the places of as many of `count` cases, of so many `seconds` each, as fit into a
+    budget: at least one, spread over all.
+    """
+    fitting = min(count, max(1, int(budget / seconds)))
     return [place * count // fitting for place in range(fitting)]
 
 
@@ -64,10 +56,12 @@ def mark(items: Iterable[pytest.Item], listed: Mapping[str, float]) -> None:
         functions[item.nodeid.partition("[")[0]].append(item)
     for name, cases in functions.items():
         if name in listed:
-            is_defect = "/test_facts.py::" in name
-            fast = set(fast_cases(len(cases), listed[name], keeps_one=is_defect))
+            seconds, is_defect = listed[name], "/test_facts.py::" in name
+            has_fast = seconds <= LONGEST or is_defect
+            fast = set(within(BUDGET, len(cases), seconds) if has_fast else ())
             others = [case for place, case in enumerate(cases) if place not in fast]
-            slow = set(slow_cases(len(others), listed[name]))
+            budget = sys.maxsize if any(each in name for each in PAGES) else SLOW_BUDGET
+            slow = set(within(budget, len(others), seconds))
             for place, case in enumerate(others):
                 case.add_marker(pytest.mark.slow if place in slow else pytest.mark.exhaustive)
 
