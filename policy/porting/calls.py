@@ -430,10 +430,11 @@ class _Call:
     def _block(self, arg: cst.Arg, keyword: str | None, given: Iterable[Slot] = ()) -> None:
         """Keeps a dtype that is passed to a function that is not given, and those `given` to."""
         flow, source = self._flow, self._source
-        reason = f"it reaches `{source.code(self._node.func)}`, which is not in the given files"
+        function = self._node.args[0].value if self._is_partial else self._node.func
+        reason = f"it reaches `{source.code(function)}`, which is not in the given files"
         if self._targets and all(target.kind == "given" for target in self._targets):
             what = "a base of" if self._is_class() else "the `**` arguments of"
-            reason = f"it reaches {what} `{source.code(self._node.func)}`"
+            reason = f"it reaches {what} `{source.code(function)}`"
         flow.use(source, arg.value, reason=reason)
         flow.keep(given, source, arg, reason, chosen=True)
         if keyword is not None:
@@ -462,6 +463,7 @@ class _Call:
 
     def _note_data(self, arg: cst.Arg, slots: frozenset[Slot]) -> None:
         flow, source = self._flow, self._source
-        if slots and self._name in ("zeros", "empty", "full"):
+        is_buffer = slots and self._name in ("zeros", "empty", "full")
+        if is_buffer and not may_be_integer(flow.project, source, arg.value):
             text = "a buffer in the dtype of data is float32 to the code: policy.compute_dtype()"
             flow.note(source, arg, text)
