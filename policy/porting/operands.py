@@ -13,7 +13,7 @@ from policy.porting.slots import value_of
 from policy.porting.sources import ParsedFile, nodes_of
 
 _NO_FLOATS = re.compile(
-    "image|pixel|token|mask|index|indices|ids|label|position|segment|bool", re.IGNORECASE
+    "cache|image|pixel|token|mask|index|indices|ids|label|position|segment|bool", re.IGNORECASE
 )
 # functions whose operands a policy takes in float32, and what may stand between
 _REDUCTIONS = ("mean", "var", "std", "softmax", "log_softmax", "logsumexp")
@@ -58,8 +58,9 @@ def _made_by(source: ParsedFile, node: cst.Attribute) -> str:
     """Returns the name of the function that an attribute of `self` is made by, or ``""``."""
     for statement in _statements(source.enclosing(node, cst.ClassDef)):
         for target in assigned(statement):
-            if last_name(target) == node.attr.value and isinstance(target, cst.Attribute):
-                value = getattr(statement, "value", None)
+            value = getattr(statement, "value", None)
+            is_same = isinstance(target, cst.Attribute) and target.attr.value == node.attr.value
+            if is_same and last_name(value) != "None":
                 return last_name(value.func) if isinstance(value, cst.Call) else ""
     return ""
 
