@@ -38,15 +38,6 @@ def _unread(source: ParsedFile) -> list[tuple[str, cst.SimpleStatementLine]]:
     return [(name, line) for name, line in stored if name not in texts and names.count(name) == 1]
 
 
-def _chooses_a_dtype(source: ParsedFile, node: cst.CSTNode | None) -> bool:
-    """Returns whether a function returns constant dtypes and nothing else."""
-    if not isinstance(node, cst.FunctionDef):
-        return False
-    values = [one.value for one in nodes_of(node) if isinstance(one, cst.Return)]
-    names = [source.imported(value) for value in values if value is not None]
-    return bool(values) and len(names) == len(values) and all(map(dtypes.constant, names))
-
-
 def _path(source: ParsedFile, scope: object) -> str:
     node = getattr(scope, "node", None)
     if node is None:
@@ -84,8 +75,12 @@ class Unused(dict[ParsedFile, Edits]):
             for assignment in list(scope.assignments):
                 name = assignment.name
                 node = getattr(assignment, "node", None)
-                is_known = (path, name) in known and not _chooses_a_dtype(source, node)
-                if node is None or is_known or name in exported or name.startswith("mpmodules"):
+                if (
+                    node is None
+                    or (path, name) in known
+                    or name in exported
+                    or name.startswith("mpmodules")
+                ):
                     continue
                 if any(one.references for one in scope[name] if hasattr(one, "references")):
                     continue

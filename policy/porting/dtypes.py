@@ -9,7 +9,7 @@ Slot = tuple[str, str, str]
 DATA: Slot = ("data", "", "")  # the dtype of an array
 EXTERNAL: Slot = ("external", "", "")  # an attribute of a configuration that is not given
 
-DTYPE_NAME = re.compile(r"(^|_)[a-z]?dtype(_(?!policy)|$)")
+DTYPE_NAME = re.compile(r"(^|_)([a-z]?dtype|DTYPE)(_(?!policy)|$)")
 SCALE_NAME = re.compile(r"(^|_)dynamic_scale$")
 CONFIGS = re.compile(r"(^|_)(cfg|config|conf|hps|hparams|args|flags|model|module|options)$", re.I)
 
@@ -113,7 +113,7 @@ _FOLLOWS = re.compile(
     re.VERBOSE,
 )
 FLOAT_PARAMETERS = re.compile(
-    r"(query|key|value|q|k|v|[qkv]_proj|(\w+_)?logits|probs|kernel|bias|scale|weights?|w|hidden_states|residual|encoded|"
+    r"(query|key|value|q|k|v|[qkv]_proj|(\w+_)?logits|probs|kernel|bias|scale|shift|gamma|beta|weights?|w|hidden_states|residual|encoded|"
     r"inputs_(q|kv)|embeddings?|normed\w*|lora_weights|sin|cos)"
 )
 

@@ -205,6 +205,8 @@ class DtypeFlow(SlotReader):
                 self.keep([slot], *places[0], f"nothing in the given files calls {owner}", True)
             if kind == "argument" and owner in self.project.values:
                 self.keep([slot], *places[0], f"{owner} is passed on as a function", True)
+            if kind == "local" and self.elsewhere.imports(name):
+                self.keep([slot], *places[0], "another file imports it: port that file too", True)
             if kind == "argument" and re.fullmatch("__\\w+__|setup", owner):
                 self.keep([slot], *places[0], f"{owner} is called through its instances", True)
 

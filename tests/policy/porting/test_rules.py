@@ -604,6 +604,48 @@ RULES = {
             return jnp.exp(x)
         """,
     ),
+    "a constant of a module, and what needs a dtype": (
+        """
+        DTYPE = jnp.float32
+
+
+        def default_dtype():
+            return jnp.float32
+
+
+        class Net(nnx.Module):
+            def __init__(self, use_bias, dtype=DTYPE):
+                self.dtype = dtype
+                self.w = nnx.Param(jnp.ones(3, dtype))
+                if use_bias:
+                    self.bias = nnx.Param(jnp.ones(3, dtype))
+                else:
+                    self.bias = None
+
+            def __call__(self, x, cache):
+                x = jnp.where(x > 0, x * self.w, jnp.finfo(self.dtype).min)
+                x = x + jnp.asarray(self.bias, self.dtype)
+                return jnp.tanh(x).astype(cache.dtype)
+        """,
+        """
+        def default_dtype():
+            return jnp.float32
+
+
+        class Net(nnx.Module):
+            def __init__(self, use_bias):
+                self.w = nnx.Param(jnp.ones(3))
+                if use_bias:
+                    self.bias = nnx.Param(jnp.ones(3))
+                else:
+                    self.bias = None
+
+            def __call__(self, x, cache):
+                x = jnp.where(x > 0, x * self.w, jnp.finfo(jnp.float32).min)
+                x = x + self.bias[...]
+                return jnp.tanh(x).astype(cache.dtype)
+        """,
+    ),
     "arguments of a base": (
         """
         class Block(nnx.Module):
