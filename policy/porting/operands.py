@@ -60,7 +60,7 @@ def _made_by(source: ParsedFile, node: cst.Attribute) -> str:
         for target in assigned(statement):
             value = getattr(statement, "value", None)
             is_same = isinstance(target, cst.Attribute) and target.attr.value == node.attr.value
-            if is_same and last_name(value) != "None":
+            if value is not None and is_same and last_name(value) != "None":
                 return last_name(value.func) if isinstance(value, cst.Call) else ""
     return ""
 
