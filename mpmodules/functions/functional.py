@@ -14,6 +14,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
+from policy.functions.cast_like import cast_like
 from policy.functions.checkpointing import cached_inline_jit, materialized
 
 Array = jax.Array
@@ -214,8 +215,9 @@ def _bias_tangent(
     wide = widen(bias_tangent, reduction_dtype).reshape(shape)
     # Broadcast before the cast: transposed, cast before the sum. The cotangent is in memory for the
     # matmul before it.
-    through = materialized(broadcast_like(wide, y).astype(y.dtype))
-    return y, through if isinstance(tangent, SymbolicZero) else tangent + through
+    like = y if isinstance(tangent, SymbolicZero) else tangent
+    through = materialized(cast_like(broadcast_like(wide, y), like))
+    return y, through if like is y else tangent + through
 
 
 _add_bias = jax.custom_jvp(_plain_sum, nondiff_argnums=(0, 1))

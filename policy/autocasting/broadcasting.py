@@ -16,6 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.autocasting.values import CastValue, Values, cast
+from policy.functions.cast_like import cast_like
 from policy.functions.checkpointing import keeping_inputs
 from policy.programs.dtypes import F32, explicit_sharding, is_floating_dtype
 from policy.programs.jaxprs import Equation, bind
@@ -33,15 +34,25 @@ class _Repeats(NamedTuple):
     def to(cls, aval: Any, dtype: DTypeLike) -> _Repeats:
         return cls(aval.shape, jnp.dtype(dtype), explicit_sharding(aval))
 
-    def __call__(self, array: Any) -> Any:
+    def __call__(self, array: Any, like: Any = None) -> Any:
         if array.shape != self.shape:
             array = jnp.broadcast_to(array, self.shape, out_sharding=self.sharding)
-        return array.astype(self.dtype)
+        is_wide = like is not None and array.dtype != self.dtype
+        return cast_like(array, like) if is_wide else array.astype(self.dtype)
 
 
-def repeated(array: Any, aval: Any, dtype: DTypeLike) -> Any:
-    """Broadcasts a float32 array and then casts it: its cotangent is summed in float32."""
-    return _Repeats.to(aval, dtype)(array)
+def repeated(array: Any, aval: Any, dtype: DTypeLike, like: Any = None) -> Any:
+    """Broadcasts a float32 array and then casts it: its cotangent is summed in float32.
+
+    So it is over axes along which `jax.vmap` maps `like`, but not the array.
+
+    Args:
+      array: the array.
+      aval: of the shape of the result; None keeps the array's.
+      dtype: of the result.
+      like: an activation that meets the result, or None.
+    """
+    return _Repeats.to(array if aval is None else aval, dtype)(array, like)
 
 
 # Broadcast in the primal too: where an operand is a tangent, this is what is transposed.
@@ -57,11 +68,11 @@ def _combined_jvp(
 ) -> tuple[Any, Any]:
     a, b = (primal.astype(repeats.dtype) for primal in primals)
     of_a, of_b = (not isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents)
-    parts = [operation(repeats(tangents[0]), b)] if of_a else []
+    parts = [operation(repeats(tangents[0], b), b)] if of_a else []
     if of_b and operation is lax.mul:
-        parts.append(lax.mul(repeats(tangents[1]), a))
+        parts.append(lax.mul(repeats(tangents[1], a), a))
     elif of_b:
-        parts.append(lax.div(lax.div(lax.mul(lax.neg(repeats(tangents[1])), a), b), b))
+        parts.append(lax.div(lax.div(lax.mul(lax.neg(repeats(tangents[1], a)), a), b), b))
     parts = parts or [jnp.zeros(repeats.shape, repeats.dtype)]
     return operation(a, b), functools.reduce(lax.add, parts)
 
@@ -70,9 +81,12 @@ _FEW_TERMS = 4  # as many as windows of 3x3 with strides of 2 overlap: a sum tha
 
 
 def is_broadcast(value: CastValue, shape: tuple[Any, ...] | None) -> bool:
-    """Returns whether an elementwise operation broadcasts a value that is no constant."""
+    """Returns whether an operation broadcasts a value that is no constant.
+
+    An elementwise one does to its result's `shape`, and `jax.vmap` to any parameter.
+    """
     is_smaller = shape is not None and value.array.shape != shape
-    return is_smaller and value.constant is None and value.is_float
+    return (is_smaller or value.yields) and value.constant is None and value.is_float
 
 
 def broadcast_product(

@@ -16,8 +16,8 @@ import numpy as np
 from jax.extend import source_info_util
 
 from policy.autocasting.attention import UNDECIDED, grouped, kernel_of
-from policy.autocasting.normalizations import NOWHERE, Regions, normalizations
 from policy.autocasting.operations import CastOperation, fits_in_range
+from policy.autocasting.regions import NOWHERE, Regions, regions_of
 from policy.autocasting.report import Report
 from policy.autocasting.settings import Place, Places, Settings
 from policy.autocasting.values import CastValue, Values, bound_as_traced, cast
@@ -161,7 +161,9 @@ class Evaluator(Interpreter[CastValue]):
         regions = None if self.held is None else self.held.get(id(jaxpr))
         if regions is None:
             is_param = [value.yields for value in args]
-            regions = normalizations(jaxpr, is_param) if self.settings.narrows else NOWHERE
+            regions = NOWHERE
+            if self.settings.narrows:
+                regions = regions_of(jaxpr, is_param, returns=self.held is None)
         inner = copy.copy(self)
         inner.regions, inner.readers = regions, readers_of(jaxpr)
         inner.widened = set()

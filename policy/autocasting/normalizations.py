@@ -15,67 +15,43 @@ standardised data too, such as the targets of a loss.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from policy.programs import primitives
-from policy.programs.jaxprs import OpenJaxpr, equations_within
-from policy.programs.reading.graph import Graph, Node, Value, is_joint
+from policy.programs.reading.graph import Graph, Node, Value
 from policy.programs.reading.matmul_operands import is_cotangent
 
-_ROOTS = primitives.SQUARE_ROOTS | {"pow"}
-_COPIES = primitives.FORWARDS | {"row", "rows", "shard", "shards", "branch"}
+ROOTS = primitives.SQUARE_ROOTS | {"pow"}
+COPIES = primitives.FORWARDS | {"row", "rows", "shard", "shards", "branch"}
 """Copy elements of an operand, some of them or several times."""
 # Primitives allowed between the sum of a second moment and its root.
-_OF_MOMENTS = _COPIES | primitives.OF_MOMENTS
+_OF_MOMENTS = COPIES | primitives.OF_MOMENTS
 # Operations that are followed back to find whether a value repeats numbers along an axis.
 _DEEPEST = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Regions:
-    """The equations of one program that belong to normalisations.
+class Found(NamedTuple):
+    """The nodes of normalisations: of statistics, and those whose results are as large as x."""
 
-    Equal and hashed by content, so that programs with the same normalisations can share their
-    rewriting.
-
-    Attributes:
-      measures: the identities of equations of statistics, and of those that hold nothing but
-        normalisations: they run in float32.
-      applies: the identities of equations whose results are as large as x. They run in float32
-        and return half precision.
-      programs: the regions of nested programs, by the identities of the equation and the program.
-      is_whole: whether every equation of the program belongs to a normalisation.
-    """
-
-    measures: frozenset[int] = frozenset()
-    applies: frozenset[int] = frozenset()
-    programs: Mapping[tuple[int, int], Regions] = dataclasses.field(default_factory=dict)
-    is_whole: bool = False
-
-    def __hash__(self) -> int:
-        return hash((self.measures, self.applies, self.is_whole, frozenset(self.programs.items())))
+    measures: set[Node]
+    applies: set[Node]
 
 
-NOWHERE = Regions()
-
-
-def normalizations(jaxpr: OpenJaxpr, is_param: Sequence[bool]) -> Regions:
+def normalizations(graph: Graph, is_param: Sequence[bool]) -> Found:
     """Returns the normalisations of a program.
 
     Args:
-      jaxpr: an open jaxpr.
+      graph: the program.
       is_param: whether each of its arguments is a parameter. Values computed from parameters alone
         are never normalised.
     """
-    if not any(each.primitive.name in _ROOTS for each in equations_within(jaxpr, once=True)):
-        return NOWHERE
-    graph, found = Graph(jaxpr, primitives.REWRITTEN_INSIDE), _Found(set(), set())
+    found = Found(set(), set())
     _note_facts(graph, is_param)
     for node in graph.nodes:
-        if node.name in _ROOTS:
+        if node.name in ROOTS:
             _look_at(node, found)
-    return _regions(graph, found) if found.applies else NOWHERE
+    return found
 
 
 def _note_facts(graph: Graph, is_param: Sequence[bool]) -> None:
@@ -97,51 +73,13 @@ def _note_facts(graph: Graph, is_param: Sequence[bool]) -> None:
         floats = [value for value in inputs if value.is_float] or inputs
         # A row of a table is an activation, as it is for the evaluator.
         yields = node.name != "gather" and bool(floats) and all(value.yields for value in floats)
-        is_moved = node.name in _COPIES or node.name in primitives.ELEMENTWISE
+        is_moved = node.name in COPIES or node.name in primitives.ELEMENTWISE
         given = is_moved and all(value.given for value in inputs)
         for output in node.outputs:
             output.yields, output.given = yields, given
 
 
-class _Found(NamedTuple):
-    measures: set[Node]
-    applies: set[Node]
-
-
-def _regions(graph: Graph, found: _Found) -> Regions:
-    """Returns the regions of a program, and of every run of the programs inside it.
-
-    A run goes by the position that its equations have around them, None at the top.
-    """
-    nodes: dict[int, list[Node]] = {}
-    inside: dict[int, dict[int, Any]] = {}
-    for node in graph.nodes:
-        at = node.site.around
-        nodes.setdefault(id(at), []).append(node)
-        while at is not None:
-            inside.setdefault(id(at.around), {})[id(at)] = at
-            at = at.around
-
-    def regions_of(at: Any) -> Regions:
-        programs = {
-            (id(inner.equation), id(inner.program)): regions_of(inner)
-            for inner in inside.get(id(at), {}).values()
-        }
-        kept = {key: regions for key, regions in programs.items() if regions != NOWHERE}
-        own = [node for node in nodes.get(id(at), ()) if not is_joint(node)]
-        in_part = {equation for (equation, _), regions in programs.items() if not regions.is_whole}
-        whole = {equation for equation, _ in programs} - in_part
-        measures = whole.union(id(n.site.equation) for n in own if n in found.measures)
-        applies = frozenset(id(n.site.equation) for n in own if n in found.applies)
-        covered = {node for node in own if node in found.measures or node in found.applies}
-        floats = (node for node in own if any(value.is_float for value in node.outputs))
-        is_whole = bool(covered or kept) and not in_part and covered.issuperset(floats)
-        return Regions(frozenset(measures), applies, kept, is_whole)
-
-    return regions_of(None)
-
-
-def _look_at(root: Node, found: _Found) -> None:
+def _look_at(root: Node, found: Found) -> None:
     """Adds the normalisations that divide by a root, if any."""
     is_inverse = _is_inverse(root)
     if is_inverse is None:
@@ -181,7 +119,7 @@ def _is_inverse(root: Node) -> bool | None:
     if root.name != "pow":
         return root.name == "rsqrt"
     exponent = root.inputs[1]
-    while exponent.number is None and exponent.maker is not None and exponent.maker.name in _COPIES:
+    while exponent.number is None and exponent.maker is not None and exponent.maker.name in COPIES:
         exponent = _operand_copied(exponent.maker)
     number = None if exponent.number is None else float(exponent.number)
     return {0.5: False, -0.5: True}.get(number) if number is not None else None
@@ -264,7 +202,7 @@ def _read(
       quotient, or None.
     """
     name, others = operation.name, [other for other in operation.inputs if other is not data]
-    if name in _COPIES:
+    if name in COPIES:
         return None, (is_inverse, is_scaled)
     if name == "reciprocal" or (name == "integer_pow" and operation.params["y"] == -1):
         return None, (not is_inverse, is_scaled)
@@ -296,7 +234,7 @@ def _affine(data: Value, is_scaled: bool, is_shifted: bool, of_root: set[Node]) 
         is_number = len(others) == 1 and others[0].number is not None
         after: tuple[bool, bool] | None = None
         is_scaling = operation.name in primitives.PRODUCTS and is_number and len(readers) == 1
-        if operation.name in _COPIES or is_scaling:
+        if operation.name in COPIES or is_scaling:
             rest = _affine(operation.out, is_scaled, is_shifted, of_root)
             found += [operation, *rest] if rest else []
         elif len(others) == 1 and not is_number and _affects(operation, data, others[0], of_root):
@@ -312,7 +250,7 @@ def _affine(data: Value, is_scaled: bool, is_shifted: bool, of_root: set[Node]) 
 def _feeds_a_matmul(data: Value) -> bool:
     return any(
         reader.name in primitives.MATMULS
-        or (reader.name in _COPIES and any(map(_feeds_a_matmul, reader.outputs)))
+        or (reader.name in COPIES and any(map(_feeds_a_matmul, reader.outputs)))
         for reader in data.readers
     )
 
@@ -441,7 +379,7 @@ def _through(operation: Node) -> Value | None:
     Returns None for all other operations.
     """
     name, inputs = operation.name, operation.inputs
-    if name in _COPIES and inputs:
+    if name in COPIES and inputs:
         return _operand_copied(operation)
     if name in primitives.SIGN_CHANGES:
         return inputs[0]
@@ -459,7 +397,7 @@ def _through(operation: Node) -> Value | None:
 
 
 def _operand_copied(operation: Node) -> Value:
-    """Returns the operand that an operation of `_COPIES` copies: of a conditional, a branch's."""
+    """Returns the operand that an operation of `COPIES` copies: of a conditional, a branch's."""
     return operation.inputs[operation.name == "branch"]
 
 
@@ -477,7 +415,7 @@ def _repeats(data: Value, shape: tuple[Any, ...], depth: int = _DEEPEST) -> bool
         return False
     if operation.name in primitives.BROADCASTS and operation.inputs[0].shape != shape:
         return True
-    if operation.name in _COPIES:
+    if operation.name in COPIES:
         return _repeats(_operand_copied(operation), _operand_copied(operation).shape, depth - 1)
     if operation.name not in primitives.ELEMENTWISE:
         return False

@@ -20,7 +20,9 @@ def refusing_sites(name: str) -> AbstractContextManager[Any]:
       TypeError: in the block, `numpyro.sample` or another primitive was called.
     """
     numpyro: Any = sys.modules.get("numpyro.primitives")
-    if numpyro is None or not numpyro._PYRO_STACK:
+    # NumPyro has no public way to ask whether a handler is open; where this list is gone, nothing
+    # is refused.
+    if numpyro is None or not getattr(numpyro, "_PYRO_STACK", ()):
         return contextlib.nullcontext()
 
     class Refusal(numpyro.Messenger):

@@ -183,6 +183,7 @@ _TABLE: dict[str, dict[str, str]] = {
             bitcast: reads_bits
             bitcast_convert_type: free reads_bits states_bits""",
         "cast": """
+            cast_like: forwards
             convert_element_type: forwards injective selects_literals rescales passes_activations
             reduce_precision: forwards states_bits
             stochastic_round: reads_bits""",

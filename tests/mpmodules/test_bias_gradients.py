@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mpmodules import linen, nnx
 from mpmodules.functions import functional
 from policy import get_policy, use_policy
 from policy.functions.reductions import accumulating
@@ -160,3 +161,52 @@ def test_second_derivatives_reach_a_bias_also_through_a_scan(half, scanned):
 
     found, truth = penalty(added), penalty(lambda x, bias: x + bias[None])
     np.testing.assert_allclose(found, truth, atol=2e-2 * float(jnp.max(jnp.abs(truth))))
+
+
+class LinenRow(linen.Module):
+    """Parameters that meet one row of a batch in all ways."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        ones = linen.initializers.ones
+        token, shift, scale = (self.param(name, ones, (1, 4)) for name in NAMES)
+        return row(linen.Dense(4, bias_init=ones, kernel_init=ones)(x), token, shift, scale)
+
+
+class NnxRow(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        ones = nnx.initializers.ones
+        self.dense = nnx.Linear(1, 4, bias_init=ones, kernel_init=ones, rngs=rngs)
+        self.token, self.shift, self.scale = (nnx.Param(jnp.ones((1, 4))) for _ in NAMES)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return row(self.dense(x), *(one[...] for one in (self.token, self.shift, self.scale)))
+
+
+NAMES = "token", "shift", "scale"
+
+
+def row(h: Any, token: Any, shift: Any, scale: Any) -> Any:
+    h = jnp.concatenate([token, (h + shift) * scale])
+    return jnp.where(jnp.arange(2)[:, None] > 5, token, h)
+
+
+@pytest.mark.parametrize("transform", (jax.vmap, lambda f: jax.jit(jax.vmap(jax.jit(f)))))
+@EACH_WING
+def test_a_mapped_model_sums_gradients_in_float32(wing, transform):
+    """Each is a number of rows that bfloat16 can't count to."""
+    rows = 4097
+    x = jnp.zeros((rows, 1, 1))
+    with use_policy("mixed_bfloat16"):
+        if wing == "linen":
+            params = LinenRow().init(KEY, x[0])["params"]
+            apply = lambda params, x: LinenRow().apply({"params": params}, x)  # noqa: E731
+        else:
+            graph, params = nnx.split(NnxRow(nnx.Rngs(0)))
+            apply = lambda params, x: nnx.merge(graph, params)(x)  # noqa: E731
+        loss = lambda p: jnp.sum(transform(lambda x: apply(p, x))(x))  # noqa: E731
+        grads = jax.grad(loss)(params)
+        found = {jax.tree_util.keystr(path): g for path, g in jax.tree.leaves_with_path(grads)}
+    for path, gradient in found.items():
+        wanted = 0 if "kernel" in path else 2 * rows if "scale" in path else rows
+        np.testing.assert_array_equal(gradient, np.full_like(gradient, wanted), path)

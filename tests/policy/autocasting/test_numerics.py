@@ -286,3 +286,42 @@ def test_a_matmul_of_a_real_number_with_a_complex_one_runs_as_it_was_traced():
     np.testing.assert_allclose(jax.jit(autocast(f, BF16))(weights, x), f(weights, x))
     gradient = jax.eval_shape(jax.grad(lambda w: autocast(f, BF16)(w, x).sum()), weights)
     assert gradient.dtype == jnp.float32
+
+
+def cross_entropy(p: Any) -> Any:
+    return -jnp.log(p) - jnp.log(1 - p)
+
+
+COMPLEMENTS: dict[str, Any] = {
+    "cross entropy": lambda x: cross_entropy(jax.nn.sigmoid(x)),
+    "clipped": lambda x: cross_entropy(jnp.clip(jax.nn.sigmoid(x), 1e-7, 1 - 1e-7)),
+    "log1p": lambda x: jnp.log1p(-jax.nn.sigmoid(x)),
+    "odds": lambda x: jax.nn.sigmoid(x) / (1 - jax.nn.sigmoid(x)),
+    "squashed normal": lambda x: jnp.log(1 - jnp.tanh(x / 2) ** 2 + 1e-6),
+    "chosen": lambda x: jnp.log(jnp.where(x > 1, 1 - jax.nn.sigmoid(x), jax.nn.sigmoid(x))),
+}
+
+
+@POLICIES
+@pytest.mark.parametrize("name", COMPLEMENTS)
+def test_what_an_activation_lacks_to_its_bound_has_a_logarithm(name, policy):
+    """Of logits of 9, whose sigmoid is 1 in half precision; they round to 9 themselves."""
+    w, x = jnp.eye(4), jnp.full((1, 4), 9.0)
+    loss = lambda w, x: COMPLEMENTS[name](x @ w).mean()  # noqa: E731
+    half = autocast(loss, policy, params=0)
+    for found, wanted in zip(
+        jax.value_and_grad(half)(w, x), jax.value_and_grad(loss)(w, x), strict=True
+    ):
+        assert largest_error(found, wanted) < 0.01 * np.abs(wanted).max()
+    returned = autocast(lambda w, x: 1 - jax.nn.sigmoid(x @ w), policy, params=0)(w, x)
+    np.testing.assert_allclose(returned, 1 - jax.nn.sigmoid(x), rtol=1e-6)
+
+
+def test_gates_stay_in_half_precision():
+    def gated(w, x):
+        hidden = jax.nn.sigmoid(x @ w) * jnp.tanh(x @ w)
+        return -jnp.log(jax.nn.softmax(hidden @ w)).mean()
+
+    assert reads("logistic tanh", jax.grad(autocast(gated, BF16, params=0)), W, X) == {
+        ("bfloat16",)
+    }
