@@ -215,9 +215,10 @@ def _bias_tangent(
     wide = widen(bias_tangent, reduction_dtype).reshape(shape)
     # Broadcast before the cast: transposed, cast before the sum. The cotangent is in memory for the
     # matmul before it.
-    like = y if isinstance(tangent, SymbolicZero) else tangent
+    tangent = None if isinstance(tangent, SymbolicZero) else tangent
+    like = y if tangent is None else tangent
     through = materialized(cast_like(broadcast_like(wide, y), like))
-    return y, through if like is y else tangent + through
+    return y, through if tangent is None else tangent + through
 
 
 _add_bias = jax.custom_jvp(_plain_sum, nondiff_argnums=(0, 1))

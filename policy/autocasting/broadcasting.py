@@ -37,8 +37,9 @@ class _Repeats(NamedTuple):
     def __call__(self, array: Any, like: Any = None) -> Any:
         if array.shape != self.shape:
             array = jnp.broadcast_to(array, self.shape, out_sharding=self.sharding)
-        is_wide = like is not None and array.dtype != self.dtype
-        return cast_like(array, like) if is_wide else array.astype(self.dtype)
+        if like is None or array.dtype == self.dtype:
+            return array.astype(self.dtype)
+        return cast_like(array, like)
 
 
 def repeated(array: Any, aval: Any, dtype: DTypeLike, like: Any = None) -> Any:

@@ -245,7 +245,7 @@ class CastOperation:
                 is_float = bool(_dtypes(self.equation.outvars))
                 return "float32, read in half", self._traced(narrows=is_float)
             dtype = half  # rounded now or afterwards, the numbers are the same
-        result = self.equation.outvars[0].aval if self.name in primitives.NARY else None
+        result: Any = self.equation.outvars[0].aval if self.name in primitives.NARY else None
         activations = (v.array for v in self.floats if v.dtype == dtype and not v.yields)
         like = next(activations, None)
         arrays = [self._operand(value, dtype, result, like) for value in self.values]

@@ -130,6 +130,12 @@ def test_autocast_leaves_float64_as_it_is():
         assert dtypes_of_matmuls(HALF_NET, weights, X.astype(jnp.float64)) == {"float64"}
 
 
+def test_autocast_runs_where_numpyro_keeps_no_list_of_handlers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr("numpyro.primitives._PYRO_STACK")
+    half = policy.autocast(lambda w, x: x @ w, "mixed_bfloat16")
+    assert half(jnp.ones((4, 1)), X).dtype == jnp.float32
+
+
 def test_a_model_with_sites_is_refused_by_autocast():
     half = policy.autocast(model_of(net), "mixed_bfloat16")
     svi = svi_of(half, optax.adam(1e-2))
