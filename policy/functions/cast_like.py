@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+
+from policy.programs.dtypes import explicit_sharding
 
 
 def cast_like(x: Array, like: Array) -> Array:
@@ -48,8 +52,17 @@ def _batched(arrays: tuple[Array, Array], axes: tuple[Any, Any]) -> tuple[Array,
     if of_like is None:
         return _cast(x, like), of_x
     like = jnp.moveaxis(like, of_like, 0)
-    x = jnp.broadcast_to(x, (len(like), *x.shape)) if of_x is None else jnp.moveaxis(x, of_x, 0)
+    x = _repeated(x, like) if of_x is None else jnp.moveaxis(x, of_x, 0)
     return cast_like(x, like), 0
+
+
+def _repeated(x: Array, like: Array) -> Array:
+    """Broadcasts `x` along a new first axis, sharded as that of `like`."""
+    sharding = explicit_sharding(jax.typeof(like))
+    if sharding is not None:
+        spec = PartitionSpec(sharding.spec[0], *jax.typeof(x).sharding.spec)
+        sharding = sharding.update(spec=spec)
+    return jnp.broadcast_to(x, (len(like), *x.shape), out_sharding=sharding)
 
 
 _cast_like_p = jex_core.Primitive("cast_like")
