@@ -20,7 +20,7 @@ from policy.porting.definitions import (
 )
 from policy.porting.dtypes import DATA, EXTERNAL, Slot
 from policy.porting.edits import Edits
-from policy.porting.slots import SlotReader, pairs
+from policy.porting.slots import SlotReader, index_of, pairs
 from policy.porting.sources import Elsewhere, ParsedFile, nodes_of, text_of
 
 _SCALE = (
@@ -263,6 +263,12 @@ class DtypeFlow(SlotReader):
     ) -> tuple[Slot | None, str | None]:
         """Returns the slot that an assignment gives a dtype to, and why the dtype stays."""
         known = self.slots_or_none(source, value)
+        if isinstance(target, cst.Subscript) and known is not None:
+            key = str(getattr(index_of(target), "raw_value", ""))
+            text = f"it is stored in `{source.code(target)}`"
+            passed = self.project.unpacked(last_name(target)) if self.follows(key) else []
+            self.keep([self.field(t.name, key) for t in passed], source, target, text, chosen=True)
+            return None, text
         if isinstance(target, cst.Name):
             slot = self.local(source, target)
             if slot not in (self.of_name(source, target, 6) or ()):

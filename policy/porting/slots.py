@@ -57,8 +57,7 @@ class SlotReader:
         elif isinstance(node, cst.BooleanOperation):
             parts = node.left, node.right
         elif isinstance(node, cst.Subscript):
-            index = node.slice[0].slice
-            inner = index.value if isinstance(index, cst.Index) else None
+            inner = index_of(node)
             if isinstance(inner, cst.SimpleString):
                 return frozenset([EXTERNAL]) if self.follows(str(inner.raw_value)) else None
             return None if inner is None else self.slots(source, inner, depth - 1)
@@ -193,6 +192,12 @@ def pairs(
             yield target, statement.value, (part,) if len(statement.targets) > 1 else ()
         for one, value in both or ():
             yield one.value, value.value, (one, value)
+
+
+def index_of(node: cst.Subscript) -> cst.BaseExpression | None:
+    """Returns the index of ``x[index]``, or None of a slice."""
+    index = node.slice[0].slice
+    return index.value if isinstance(index, cst.Index) else None
 
 
 def value_of(source: ParsedFile, target: cst.Name) -> cst.BaseExpression | None:

@@ -743,6 +743,12 @@ LEFT = {
         """,
         'dtype_policy="float32" on Router says the same',
     ),
+    "a dict that a class gets": (
+        "class Net(nn.Module):\n    dtype: Any = jnp.float32\n\n"
+        "def make(dtype=jnp.float32, **options):\n    options['dtype'] = dtype\n"
+        "    return Net(**options)\n",
+        "`dtype` of Net stays: it is stored in `options['dtype']`",
+    ),
     "float64": (
         "class Net(nn.Module):\n    param_dtype: Any = jnp.float64\n\n"
         "    def __call__(self, x):\n"
