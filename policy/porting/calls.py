@@ -124,12 +124,11 @@ def _mapped(source: ParsedFile, node: cst.Call, operand: cst.CSTNode) -> cst.Bas
     """Returns the tree of ``jax.tree.map(lambda x: x.astype(dtype), tree)``, or None."""
     function = source.parent(node)
     call = source.enclosing(node, cst.Call)
-    is_lambda = isinstance(function, cst.Lambda) and isinstance(operand, cst.Name)
-    is_map = call is not None and source.imported(call.func) in _TREE_MAPS
-    if not is_lambda or not is_map or len(call.args) != 2:
+    if call is None or not isinstance(function, cst.Lambda) or not isinstance(operand, cst.Name):
         return None
     names = [param.name.value for param in all_parameters(function)]
-    return call.args[1].value if names == [operand.value] else None  # type: ignore[union-attr]
+    is_map = source.imported(call.func) in _TREE_MAPS and len(call.args) == 2
+    return call.args[1].value if is_map and names == [operand.value] else None
 
 
 def _is_needless(
@@ -321,14 +320,12 @@ class _Call:
         """Returns whether ``*args`` are a function's own, and no call of it gives it any."""
         function = self._source.enclosing(self._node, cst.FunctionDef)
         own = function.params.star_arg if function is not None else None
-        if not isinstance(own, cst.Param) or own.name.value != last_name(star):
+        if function is None or not isinstance(own, cst.Param) or own.name.value != last_name(star):
             return False
         calls = self._flow.project.calls.get(function.name.value, [])
-        given = [[a for a in call.args if a.keyword is None and a.star != "**"] for call in calls]
-        return bool(calls) and all(
-            len(args) <= len(function.params.params) and not any(a.star for a in args)
-            for args in given
-        )
+        given = [[a.star for a in call.args if not a.keyword and a.star != "**"] for call in calls]
+        count = len(function.params.params)
+        return bool(calls) and all(len(stars) <= count and "*" not in stars for stars in given)
 
     def _given(self, keyword: str | None, index: int) -> set[Slot]:
         """Returns the slots of the given definitions that an argument is passed to."""
