@@ -390,8 +390,12 @@ def _is_lost(value: CastValue, half: Any) -> bool:
 
 
 def _follows(value: CastValue, shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Returns whether a value that is no table follows half-precision ones of some shapes."""
-    return value.array.ndim == 0 or (value.weak and value.array.shape in shapes)
+    """Returns whether a value that is no table follows half-precision ones of some shapes.
+
+    A number follows arrays, but not numbers: it may be a running sum of them.
+    """
+    is_factor = value.array.ndim == 0 and any(shapes)
+    return is_factor or (value.weak and value.array.shape in shapes)
 
 
 def fits_in_range(array: Any, dtype: DTypeLike) -> bool:

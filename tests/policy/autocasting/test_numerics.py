@@ -44,6 +44,17 @@ def test_a_sum_carried_through_4096_steps_is_float32s(policy):
     assert largest_error(found, 1.5 * np.asarray(values, np.float64).sum()) < 1e-5
 
 
+@POLICIES
+def test_a_number_carried_through_a_loop_sums_activations_in_float32(policy):
+    def total(w, x):
+        rows = (x @ w)[:, 0]
+        scanned = lax.scan(lambda total, row: (total + row, None), 0.0, rows)[0]
+        return scanned, lax.fori_loop(0, 4096, lambda i, total: total + rows[i], 0.0)
+
+    found = autocast(total, policy, params=0)(jnp.ones((1, 1)), jnp.ones((4096, 1)))
+    assert [float(one) for one in found] == [4096, 4096]
+
+
 MASK = jnp.asarray(np.tril(np.ones((4, 4), bool), -1))  # nothing is seen by the first
 CONSTANT, LOW = jnp.where(MASK, 0.0, LOWEST), jnp.full((4, 4), LOWEST)
 
