@@ -85,7 +85,7 @@ def _gemma3(_: Any, text: dict[str, Any], vision: dict[str, Any], tokens: int) -
         config,
         text_config=dataclasses.replace(config.text_config, layer_types=modes, **text),
         vision_config=dataclasses.replace(config.vision_config, **vision),
-        mmtokens_per_image=tokens,
+        mm_tokens_per_image=tokens,
         shd_cfg=modeling.ShardConfig.no_sharding(),
     )
     return modeling.Gemma3Model(config, rngs=nnx.Rngs(0))

@@ -86,7 +86,7 @@ def models() -> Iterator[Model]:
         "mlp_size": 3072,
     }
     large = Case(
-        "", part(_vit, classes=1000, **wide), part(draw_images, batch=64, size=224), _logits, True
+        "", part(_vit, classes=1000, **wide), part(draw_images, batch=64, size=256), _logits, True
     )
     vit, images = part(_vit, classes=10, **small), part(draw_images, batch=4, size=32)
     yield Model("kauldron: ViT", vit, images, _logits, True, large)
