@@ -15,18 +15,18 @@ from policy.programs.reading.graph import Graph, Node, is_joint
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
-    """The equations of one program that belong to normalisations.
+    """The equations of one program that belong to normalisations, or to a bounded activation and
+    what its distance from the bound is read by.
 
-    Equal and hashed by content, so that programs with the same normalisations can share their
-    rewriting.
+    Equal and hashed by content, so that programs with the same regions can share their rewriting.
 
     Attributes:
-      measures: the identities of equations of statistics, and of those that hold nothing but
-        normalisations: they run in float32.
-      applies: the identities of equations whose results are as large as x. They run in float32
-        and return half precision.
+      measures: the identities of equations of statistics, of those that read an activation, and of
+        those that hold nothing but regions: they run in float32.
+      applies: the identities of the activations, and of equations whose results are as large as
+        the data of a normalisation. They run in float32 and return half precision.
       programs: the regions of nested programs, by the identities of the equation and the program.
-      is_whole: whether every equation of the program belongs to a normalisation.
+      is_whole: whether every equation of the program belongs to a region.
     """
 
     measures: frozenset[int] = frozenset()
