@@ -12,7 +12,6 @@ from policy.autocasting.normalizations import COPIES
 from policy.programs import primitives
 from policy.programs.reading.graph import Graph, Node, Value
 
-BOUNDED = primitives.BOUNDED
 _DIVERGES = primitives.DIVIDES - primitives.SQUARE_ROOTS - primitives.POWERS
 _MIXES = primitives.FORWARD_ADDITIONS | primitives.PRODUCTS | primitives.MINMAX | {"select_n"}
 _THROUGH = COPIES | _MIXES | primitives.SIGN_CHANGES | primitives.POWERS
@@ -34,7 +33,7 @@ def complements(graph: Graph, *, returns: bool) -> tuple[set[Node], set[Node]]:
     before = _before(read, mixes=True)
     if returns:
         before |= _before([v for v in graph.outputs if v.is_float], mixes=False)
-    activations = {node for node in before if node.name in BOUNDED}
+    activations = {node for node in before if node.name in primitives.BOUNDED}
     reached = set(activations)
     for node in graph.nodes:
         if node in before and any(value.maker in reached for value in node.inputs):
@@ -51,10 +50,10 @@ def _before(values: list[Value], *, mixes: bool) -> set[Node]:
     waiting = list(values)
     while waiting:
         node = waiting.pop().maker
-        if node is None or node in found or node.name not in _THROUGH | BOUNDED:
+        if node is None or node in found or node.name not in _THROUGH | primitives.BOUNDED:
             continue
         operands = [value for value in node.inputs if value.is_float and value.number is None]
-        if node.name in BOUNDED or mixes or len(operands) == 1:
+        if node.name in primitives.BOUNDED or mixes or len(operands) == 1:
             found.add(node)
-            waiting += [] if node.name in BOUNDED else operands
+            waiting += [] if node.name in primitives.BOUNDED else operands
     return found

@@ -22,7 +22,7 @@ from policy.programs import primitives
 from policy.programs.reading.graph import Graph, Node, Value
 from policy.programs.reading.matmul_operands import is_cotangent
 
-ROOTS = primitives.SQUARE_ROOTS | {"pow"}
+MOMENT_ROOTS = primitives.SQUARE_ROOTS | {"pow"}
 COPIES = primitives.FORWARDS | {"row", "rows", "shard", "shards", "branch"}
 """Copy elements of an operand, some of them or several times."""
 # Primitives allowed between the sum of a second moment and its root.
@@ -49,7 +49,7 @@ def normalizations(graph: Graph, is_param: Sequence[bool]) -> Found:
     found = Found(set(), set())
     _note_facts(graph, is_param)
     for node in graph.nodes:
-        if node.name in ROOTS:
+        if node.name in MOMENT_ROOTS:
             _look_at(node, found)
     return found
 

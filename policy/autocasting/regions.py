@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policy.autocasting.complements import BOUNDED, complements
-from policy.autocasting.normalizations import ROOTS, Found, normalizations
+from policy.autocasting.complements import complements
+from policy.autocasting.normalizations import MOMENT_ROOTS, Found, normalizations
 from policy.programs import primitives
 from policy.programs.jaxprs import OpenJaxpr, equations_within
 from policy.programs.reading.graph import Graph, Node, is_joint
@@ -50,11 +50,13 @@ def regions_of(jaxpr: OpenJaxpr, is_param: Sequence[bool], *, returns: bool) -> 
       returns: whether its caller reads its outputs unrounded.
     """
     names = {each.primitive.name for each in equations_within(jaxpr, once=True)}
-    if names.isdisjoint(ROOTS | BOUNDED):
+    if names.isdisjoint(MOMENT_ROOTS | primitives.BOUNDED):
         return NOWHERE
     graph = Graph(jaxpr, primitives.REWRITTEN_INSIDE)
-    found = Found(set(), set()) if names.isdisjoint(ROOTS) else normalizations(graph, is_param)
-    if not names.isdisjoint(BOUNDED):
+    found = Found(set(), set())
+    if not names.isdisjoint(MOMENT_ROOTS):
+        found = normalizations(graph, is_param)
+    if not names.isdisjoint(primitives.BOUNDED):
         measures, applies = complements(graph, returns=returns)
         found.measures.update(measures - found.applies)
         found.applies.update(applies - found.measures)

@@ -244,7 +244,7 @@ def plain(**dtypes: Any) -> Text:
     def features(self, x):
         x = jax.nn.relu(self.stem(x))
         x = x + self.drop(jax.nn.gelu(self.block(self.conv(x))))
-        return jnp.tanh(x[:, :2, :2]).reshape(x.shape[0], -1)
+        return jnp.abs(x[:, :2, :2]).reshape(x.shape[0], -1)
 
     return Text(
         lambda self, x: self.head(jax.nn.silu(self.hidden(self.features(x)))),

@@ -97,7 +97,7 @@ def test_primitives_are_moved_by_name():
 
 def test_a_bias_widens_activations_in_the_conservative_preset_only():
     def fn(params, x):
-        return jnp.tanh(x @ params["w"] + params["b"][None])
+        return jnp.tanh(x @ params["w"] + params["b"][None]) @ params["w"].T
 
     params = {"w": W, "b": jnp.ones(8)}
     for preset, dtype in (("memory", "bfloat16"), ("conservative", "float32")):
