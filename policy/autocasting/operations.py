@@ -246,16 +246,14 @@ class CastOperation:
                 return "float32, read in half", self._traced(narrows=is_float)
             dtype = half  # rounded now or afterwards, the numbers are the same
         result: Any = self.equation.outvars[0].aval if self.name in primitives.NARY else None
-        activations = (v.array for v in self.floats if v.dtype == dtype and not v.yields)
-        like = next(activations, None)
-        arrays = [self._operand(value, dtype, result, like) for value in self.values]
+        arrays = [self._operand(value, dtype, result) for value in self.values]
         is_product = self.name in primitives.PRODUCTS and dtype != F32
         if is_product and any(is_broadcast(value, result.shape) for value in self.values):
             return str(dtype), broadcast_product(self.equation, self.values, arrays, dtype)
         return str(dtype), self._bound(arrays)
 
-    def _operand(self, value: CastValue, dtype: np.dtype, result: Any, like: Any) -> Any:
-        """Returns the array of a value in the dtype of an operation on an activation, `like`.
+    def _operand(self, value: CastValue, dtype: np.dtype, result: Any) -> Any:
+        """Returns the array of a value in the dtype of an elementwise operation.
 
         It is broadcast in float32, so that its cotangent is summed there.
         """
@@ -266,7 +264,8 @@ class CastOperation:
         shape = None if result is None else result.shape
         if dtype == F32 or self.name in primitives.PRODUCTS or not is_broadcast(value, shape):
             return value.as_dtype(dtype)
-        return repeated(value.as_dtype(F32), result, dtype, like)
+        activations = (v.array for v in self.floats if v.dtype == dtype and not v.yields)
+        return repeated(value.as_dtype(F32), result, dtype, next(activations, None))
 
     def _bound(self, arrays: Sequence[Any]) -> Values:
         try:

@@ -39,6 +39,7 @@ class Regions:
 
 
 NOWHERE = Regions()
+_SOUGHT = MOMENT_ROOTS | primitives.BOUNDED
 
 
 def regions_of(jaxpr: OpenJaxpr, is_param: Sequence[bool], *, returns: bool) -> Regions:
@@ -49,10 +50,10 @@ def regions_of(jaxpr: OpenJaxpr, is_param: Sequence[bool], *, returns: bool) -> 
       is_param: whether each of its arguments is a parameter.
       returns: whether its caller reads its outputs unrounded.
     """
-    names = {each.primitive.name for each in equations_within(jaxpr, once=True)}
-    if names.isdisjoint(MOMENT_ROOTS | primitives.BOUNDED):
+    if not any(each.primitive.name in _SOUGHT for each in equations_within(jaxpr, once=True)):
         return NOWHERE
     graph = Graph(jaxpr, primitives.REWRITTEN_INSIDE)
+    names = {node.name for node in graph.nodes}
     found = Found(set(), set())
     if not names.isdisjoint(MOMENT_ROOTS):
         found = normalizations(graph, is_param)
