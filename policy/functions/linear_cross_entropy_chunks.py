@@ -149,7 +149,7 @@ def _in_chunks(
 
     def step(sums: list[Array], index: Array) -> tuple[list[Array], Any]:
         losses, of_x, of_labels, parts = _chunk(options, read, index, kernel, bias)
-        if of_x is not None and stored == jnp.bfloat16:
+        if of_x is not None and stored == jnp.bfloat16 and of_labels is None:
             of_x = of_x.astype(stored)  # half the memory; float16 is scaled yet
         sums = [total + part for total, part in zip(sums, parts, strict=True)]
         return sums, (losses, of_x, of_labels)

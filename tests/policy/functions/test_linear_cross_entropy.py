@@ -61,6 +61,16 @@ def test_gradients_of_probable_labels_keep_their_digits():
         assert (abs(ours - exact) / scale).max() < 1e-5
 
 
+def test_a_bfloat16_input_of_a_float32_layer_gets_a_gradient_that_is_rounded_once():
+    x, kernel = X.astype(jnp.bfloat16), KERNEL
+    with use_policy("float32"):
+        found = jax.grad(lambda x, kernel: chunked(x, kernel, LABELS, chunk_size=8), (0, 1))
+        of_x, of_kernel = found(x, kernel)
+    exact = jax.grad(lambda x: chunked(x, kernel, LABELS, chunk_size=8))(x.astype(jnp.float32))
+    assert (of_x.dtype, of_kernel.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(of_x, exact.astype(jnp.bfloat16))
+
+
 def _gradients(x, kernel, labels, axis):
     def loss(x, kernel):
         return chunked(x, kernel if axis else kernel.T, labels, chunk_size=128, axis=axis)
