@@ -3,129 +3,88 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import libcst as cst
 
 from policy.porting import dtypes
-from policy.porting.definitions import all_parameters, last_name, own_attributes
 from policy.porting.edits import Edits, is_pure
-from policy.porting.slots import pairs
-from policy.porting.sources import Elsewhere, ParsedFile, nodes_of, text_of
+from policy.porting.sources import Elsewhere, ParsedFile
+from policy.porting.syntax import all_parameters, fields, nodes_of, own_attributes, pairs, text_of
 
 Key = tuple[str, str]  # the path of a scope, and a name in it
+Unread = dict[Key, list[tuple[Any, cst.CSTNode]]]  # nodes that bind it, with those of their scopes
 
 
-def unused(source: ParsedFile) -> set[Key]:
+def unread(source: ParsedFile) -> Unread:
     """Returns the names that a file binds and never reads, with those of attributes of `self`."""
-    names = {
-        (_path(source, scope), assignment.name)
-        for scope in source.scopes()
-        for assignment in scope.assignments
-        if hasattr(assignment, "node") and not assignment.references
-    }
-    return names | {("self", name) for name, _ in _unread(source)}
-
-
-def _unread(source: ParsedFile) -> list[tuple[str, cst.SimpleStatementLine]]:
-    """Returns the attributes of `self` that a file sets and never reads, with their lines."""
+    found: Unread = {}
+    for scope in source.scopes():
+        for one in scope.assignments:
+            known = [other.references for other in scope[one.name] if hasattr(other, "references")]
+            if hasattr(one, "node") and not any(known):
+                owner = getattr(scope, "node", None)
+                found.setdefault((_path(source, owner), one.name), []).append((owner, one.node))
     nodes = list(nodes_of(source.module))
-    stored = [
-        pair for node in nodes if isinstance(node, cst.ClassDef) for pair in own_attributes(node)
-    ]
-    texts = {node.raw_value for node in nodes if isinstance(node, cst.SimpleString)}
     names = [node.attr.value for node in nodes if isinstance(node, cst.Attribute)]
-    return [(name, line) for name, line in stored if name not in texts and names.count(name) == 1]
+    for owner in (node for node in nodes if isinstance(node, cst.ClassDef)):
+        for name, statement in own_attributes(owner):
+            if names.count(name) == 1:
+                found["self", name] = [(owner, statement)]
+    texts = {node.raw_value for node in nodes if isinstance(node, cst.SimpleString)}
+    return {key: places for key, places in found.items() if key[1] not in texts}
 
 
-def _path(source: ParsedFile, scope: object) -> str:
-    node = getattr(scope, "node", None)
-    if node is None:
-        return ""
-    chain = [node, *source.ancestors(node)]
+def _path(source: ParsedFile, owner: cst.CSTNode | None) -> str:
+    chain = [] if owner is None else [owner, *source.ancestors(owner)]
     return ".".join(
         one.name.value for one in chain if isinstance(one, (cst.FunctionDef, cst.ClassDef))
     )
 
 
-class Unused(dict[ParsedFile, Edits]):
-    """Edits that delete the names that a port leaves unread; empty if there are none.
+def unread_edits(
+    sources: Sequence[ParsedFile], before: Sequence[Mapping[Key, object]], elsewhere: Elsewhere
+) -> Edits:
+    """Returns the edits that delete the names that a port leaves unread.
 
     Args:
       before: the names of each file that were unread before the port.
     """
+    edits = Edits()
+    for source, known in zip(sources, before, strict=True):
+        for key, places in unread(source).items():
+            if key not in known and not key[1].startswith("mpmodules"):
+                for owner, node in places:
+                    _delete(source, edits, elsewhere, owner, node, key[1])
+    return edits
 
-    def __init__(
-        self, sources: Sequence[ParsedFile], before: Sequence[set[Key]], elsewhere: Elsewhere
+
+def _delete(
+    source: ParsedFile, edits: Edits, elsewhere: Elsewhere, owner: Any, node: cst.CSTNode, name: str
+) -> None:
+    in_function, in_class = (isinstance(owner, one) for one in (cst.FunctionDef, cst.ClassDef))
+    is_imported = elsewhere.imports(name)
+    if isinstance(node, (cst.Import, cst.ImportFrom)) and not isinstance(
+        node.names, cst.ImportStar
     ):
-        super().__init__((source, Edits(source)) for source in sources)
-        self._elsewhere = elsewhere
-        for source, known in zip(sources, before, strict=True):
-            self._read(source, known)
-        for edits in self.values():
-            edits.settle()
-
-    def __bool__(self) -> bool:
-        return any(self.values())
-
-    def _read(self, source: ParsedFile, known: set[Key]) -> None:
-        exported = {n.raw_value for n in nodes_of(source.module) if isinstance(n, cst.SimpleString)}
-        for scope in source.scopes():
-            path = _path(source, scope)
-            for assignment in list(scope.assignments):
-                name = assignment.name
-                node = getattr(assignment, "node", None)
-                if (
-                    node is None
-                    or (path, name) in known
-                    or name in exported
-                    or name.startswith("mpmodules")
-                ):
-                    continue
-                if any(one.references for one in scope[name] if hasattr(one, "references")):
-                    continue
-                self._delete(source, scope, node, name)
-        for name, line in _unread(source):
-            value = getattr(line.body[0], "value", None)
-            if ("self", name) not in known and isinstance(value, cst.Name):
-                self[source].remove(line)
-
-    def _delete(self, source: ParsedFile, scope: object, node: cst.CSTNode, name: str) -> None:
-        in_function = isinstance(getattr(scope, "node", None), cst.FunctionDef)
-        edits = self[source]
-        if isinstance(node, (cst.Import, cst.ImportFrom)):
-            if not isinstance(node.names, cst.ImportStar):
-                self._delete_import(source, node, name)
-        elif isinstance(node, cst.FunctionDef):
-            is_own = in_function or "dtype" in name or name[0] == "_"
-            in_class = isinstance(source.parent(source.parent(node)), cst.ClassDef)
-            if is_own and not in_class and not self._elsewhere.imports(name):
-                edits.remove(node)
-        elif isinstance(node, cst.Name):
-            is_alias = "dtype" in name.lower() and not self._elsewhere.imports(name)
-            statement = source.enclosing(node, cst.Assign, cst.AnnAssign)
-            in_class = isinstance(getattr(scope, "node", None), cst.ClassDef)
-            if statement is not None and not in_class and (in_function or is_alias):
-                self._delete_assigned(source, statement, node)
-
-    def _delete_import(
-        self, source: ParsedFile, node: cst.Import | cst.ImportFrom, name: str
-    ) -> None:
-        edits = self[source]
-        assert not isinstance(node.names, cst.ImportStar)
         for alias in node.names:
             if (alias.evaluated_alias or alias.evaluated_name.split(".")[0]) == name:
-                edits.remove(alias)
-        if all(edits.change_of(alias) is None for alias in node.names):
-            edits.remove(source.parent(node))
-
-    def _delete_assigned(
-        self, source: ParsedFile, statement: cst.Assign | cst.AnnAssign, node: cst.Name
-    ) -> None:
+                edits[alias] = None
+        if all(map(edits.removes, node.names)):
+            edits[source.parent(node)] = None
+    elif isinstance(node, cst.FunctionDef):
+        is_own = in_function or "dtype" in name or name[0] == "_"
+        if is_own and not in_class and not is_imported:
+            edits[node] = None
+    elif isinstance(node, (cst.Assign, cst.AnnAssign)):  # of an attribute
+        if isinstance(node.value, cst.Name):
+            edits[source.parent(node)] = None
+    elif in_function or (not (in_class or is_imported) and "dtype" in name.lower()):
+        statement = source.enclosing(node, cst.Assign, cst.AnnAssign)
         for target, value, places in pairs(statement):
-            if target is node and value is not None and is_pure(value):
-                for place in places or (source.parent(statement),):
-                    self[source].remove(place)
+            if target is node and is_pure(value):
+                edits.update(dict.fromkeys(places or (source.parent(statement),)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -133,34 +92,28 @@ class Unused(dict[ParsedFile, Edits]):
 # --------------------------------------------------------------------------------------------------
 
 
-def docstrings(source: ParsedFile, edits: Edits) -> Edits:
+def docstring_edits(source: ParsedFile, edits: Edits) -> Edits:
     """Adds the edits of docstrings to those of their arguments, fields and attributes."""
     for node in nodes_of(source.module):
-        if not isinstance(node, (cst.FunctionDef, cst.ClassDef)):
-            continue
-        names = {
-            name
-            for name, one in _described(node)
-            if (edits.change_of(one) is None and dtypes.DTYPE_NAME.search(name))
-            or dtypes.SCALE_NAME.search(name)
-        }
-        body = node.body.body
-        text = text_of(body[0]) if body else None
-        if text is not None and names:
-            edits.add(text, lambda updated, names=names: _without(updated, names))
+        if isinstance(node, (cst.FunctionDef, cst.ClassDef)) and node.body.body:
+            names = {
+                name
+                for name, one in _described(node)
+                if (edits.removes(one) and dtypes.DTYPE_NAME.search(name))
+                or dtypes.SCALE_NAME.search(name)
+            }
+            text = text_of(node.body.body[0])
+            if text is not None and names:
+                edits[text] = lambda updated, names=names: _without(updated, names)
     return edits
 
 
 def _described(node: cst.FunctionDef | cst.ClassDef) -> list[tuple[str, cst.CSTNode]]:
     if isinstance(node, cst.FunctionDef):
         return [(param.name.value, param) for param in all_parameters(node)]
-    found: list[tuple[str, cst.CSTNode]] = []
-    for line in node.body.body:
-        if isinstance(line, cst.FunctionDef) and line.name.value == "__init__":
-            found += _described(line)
-        elif isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.AnnAssign):
-            found.append((last_name(line.body[0].target), line))
-    return found
+    functions = [one for one in node.body.body if isinstance(one, cst.FunctionDef)]
+    inits = [one for one in functions if one.name.value == "__init__"]
+    return [*fields(node), *(pair for init in inits for pair in _described(init))]
 
 
 _HEADER = re.compile(r"\s*(Args|Arguments|Attributes|Parameters|Fields):\s*")
@@ -185,11 +138,10 @@ def _without(text: cst.SimpleString, names: set[str]) -> cst.SimpleString:
             continue
         lines.append(line)
     kept: list[str] = []
-    for i, line in enumerate(lines):
-        after = lines[i + 1] if i + 1 < len(lines) else ""
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
         if _HEADER.fullmatch(line) and not after.strip(" \"'"):
             while kept and not kept[-1].strip():
                 kept.pop()
-            continue
-        kept.append(line)
+        else:
+            kept.append(line)
     return text.with_changes(value="\n".join(kept))

@@ -4,31 +4,55 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import libcst as cst
 
 from policy.porting import dtypes
-from policy.porting.sources import ParsedFile, nodes_of
+from policy.porting.sources import Nodes, ParsedFile
+from policy.porting.syntax import (
+    all_parameters,
+    bindings,
+    fields,
+    is_decorated,
+    last_name,
+    nodes_of,
+    own_attributes,
+)
 
 
-@dataclasses.dataclass(eq=False)
 class Definition:
     """A class or a function.
 
     Attributes:
+      init: the function itself, or the `__init__` of a class, or None.
       parameters: the node of each, by name: of a function, of `__init__`, or fields of a dataclass.
       positional: names in order, without `self`.
       bases: expressions of a class's bases.
+      attributes: names of a class's parameters and of those that methods assign to `self`.
     """
 
-    name: str
-    node: cst.FunctionDef | cst.ClassDef
-    source: ParsedFile
-    parameters: dict[str, cst.CSTNode]
-    positional: list[str]
-    bases: list[cst.BaseExpression]
-    is_method: bool = False
+    def __init__(self, node: cst.FunctionDef | cst.ClassDef, is_method: bool):
+        self.node, self.name, self.is_method = node, node.name.value, is_method
+        self.init = node if isinstance(node, cst.FunctionDef) else None
+        self.bases: list[cst.BaseExpression] = []
+        self.parameters: dict[str, cst.CSTNode] = {}
+        if isinstance(node, cst.ClassDef):
+            for one in node.body.body:
+                if isinstance(one, cst.FunctionDef) and one.name.value == "__init__":
+                    self.init = one
+            self.bases = [base.value for base in node.bases]
+            self.parameters |= {} if self.init else dict(fields(node))
+        self.positional = list(self.parameters)
+        if self.init is not None:
+            given = self.init.params
+            is_bound = is_method and not is_decorated(node, "staticmethod")
+            names = [param.name.value for param in (*given.posonly_params, *given.params)]
+            self.positional = names[int(self.is_class or is_bound) :]
+            params = all_parameters(self.init)[int(self.is_class) :]
+            self.parameters = {param.name.value: param for param in params}
+        own = own_attributes(node) if isinstance(node, cst.ClassDef) else []
+        self.attributes = {*self.parameters, *(name for name, _ in own)} if self.is_class else set()
 
     @property
     def is_class(self) -> bool:
@@ -55,41 +79,33 @@ class Callee:
     definition: Definition | None = None
     bound: int = 0
 
+    @property
+    def is_class(self) -> bool:
+        return self.definition is not None and self.definition.is_class
 
-class Project:
+
+class Project(Nodes):
     """The definitions of the given files, and the values of names, attributes and keywords."""
 
     def __init__(self, sources: Sequence[ParsedFile]):
+        super().__init__([source.metadata for source in sources])
         self.sources = sources
+        self.nodes = [node for source in sources for node in nodes_of(source.module)]
+        self.calls = [node for node in self.nodes if isinstance(node, cst.Call)]
         self.definitions: dict[str, list[Definition]] = {}
-        self._values: dict[str, list[tuple[ParsedFile, cst.BaseExpression]]] = {}
-        self._fields: dict[str, set[str]] = {}
-        for source in sources:
-            for node in nodes_of(source.module):
-                if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
-                    self._define(source, node)
-                for name, value in _bindings(node):
-                    self._values.setdefault(name, []).append((source, value))
+        self._values: dict[str, list[cst.BaseExpression]] = {}
+        for node in self.nodes:
+            if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
+                is_method = isinstance(self.parent(self.parent(node)), cst.ClassDef)
+                made = Definition(node, is_method)
+                self.definitions.setdefault(made.name, []).append(made)
+            for name, value in bindings(node):
+                self._values.setdefault(name, []).append(value)
 
-    def _define(self, source: ParsedFile, node: cst.FunctionDef | cst.ClassDef) -> None:
-        name = node.name.value
-        if isinstance(node, cst.ClassDef):
-            init = method(node, "__init__")
-            fields = _parameters(init)[1:] if init else list(_fields(node))
-            bases = [base.value for base in node.bases]
-            known = {f for f, _ in fields} | {a for a, _ in own_attributes(node)}
-            self._fields.setdefault(name, set()).update(known)
-            names = _positional(init)[1:] if init else [field for field, _ in fields]
-            made = Definition(name, node, source, dict(fields), names, bases)
-        else:
-            is_method = isinstance(source.parent(source.parent(node)), cst.ClassDef)
-            static = any(
-                getattr(d.decorator, "value", "") == "staticmethod" for d in node.decorators
-            )
-            skipped = int(is_method and not static)
-            names = _positional(node)[skipped:]
-            made = Definition(name, node, source, dict(_parameters(node)), names, [], is_method)
-        self.definitions.setdefault(name, []).append(made)
+    def place(self, node: cst.CSTNode) -> str:
+        """Returns the path and line of a node, as in ``models.py:3``."""
+        module = [node, *self.ancestors(node)][-1]
+        return next(one for one in self.sources if one.module is module).place(node)
 
     # ----------------------------------------------------------------------------------------------
     # Classes
@@ -97,6 +113,10 @@ class Project:
 
     def classes(self, name: str) -> list[Definition]:
         return [d for d in self.definitions.get(name, ()) if d.is_class]
+
+    def own_classes(self, node: cst.CSTNode) -> list[Definition]:
+        """Returns the given classes that the class around a node may be."""
+        return self.classes(self.class_of(node))
 
     def ancestry(self, definition: Definition) -> list[Definition]:
         """Returns a class and its bases in the given files, the derived ones first."""
@@ -108,65 +128,58 @@ class Project:
 
     def owner(self, class_name: str, field: str) -> str | None:
         """Returns the topmost given class that has a field, parameter or attribute of this name."""
-        owners = [
-            ancestor.name
-            for definition in self.classes(class_name)
-            for ancestor in self.ancestry(definition)
-            if field in self._fields[ancestor.name]
-        ]
+        chains = [one for made in self.classes(class_name) for one in self.ancestry(made)]
+        owners = [one.name for one in chains if field in one.attributes]
         return owners[-1] if owners else None
 
     def owners(self, field: str) -> set[str]:
-        return {name for name, fields in self._fields.items() if field in fields}
+        named = self.definitions.items()
+        return {name for name, many in named if any(field in one.attributes for one in many)}
 
     def is_flax_class(self, definition: Definition) -> bool:
         """Returns whether a class derives from one of Flax's."""
-        return any(
-            is_flax(one.source.imported(base))
-            for one in self.ancestry(definition)
-            for base in one.bases
-        )
+        chain = self.ancestry(definition)
+        return any(is_flax(self.imported(base)) for one in chain for base in one.bases)
 
     def order(self, definition: Definition) -> list[str]:
         """Returns the names of a callable's positional arguments, a dataclass's bases first."""
-        if not definition.is_class:
-            return definition.positional
-        for one in self.ancestry(definition):
-            assert isinstance(one.node, cst.ClassDef)
-            if method(one.node, "__init__"):
+        chain = self.ancestry(definition)
+        for one in chain:
+            if one.init is not None:
                 return one.positional
-        chain = reversed(self.ancestry(definition))
-        return list(dict.fromkeys(name for one in chain for name in one.positional))
+        return list(dict.fromkeys(name for one in reversed(chain) for name in one.positional))
 
-    def classes_of(self, source: ParsedFile, node: cst.BaseExpression, depth: int = 4) -> set[str]:
+    def classes_of(self, node: cst.BaseExpression, depth: int = 4) -> set[str]:
         """Returns the given classes that an expression's value may be an instance of."""
         if isinstance(node, cst.Name) and node.value in ("self", "cls"):
-            return {source.class_of(node) or ""}
-        name = last_name(node)
-        found: set[str] = set()
-        for annotation in self.annotations(source, node):
-            found |= {n for n in _names_within(annotation) if self.classes(n)}
+            return {self.class_of(node)}
+        found = {name for mark in self.annotations(node) for name in self._classes_within(mark)}
         if found or not depth:
             return found
-        for where, value in self._values.get(name, ()):
+        for value in self._values.get(last_name(node), ()):
             if isinstance(value, cst.Call):
                 called = last_name(value.func)
-                inner = value.func.value if isinstance(value.func, cst.Attribute) else None
                 if self.classes(called):
                     found.add(called)
-                elif called in ("replace", "create") and inner is not None:
-                    found |= {n for n in _names_within(inner) if self.classes(n)}
+                elif called in ("replace", "create") and isinstance(value.func, cst.Attribute):
+                    found |= self._classes_within(value.func.value)
             elif isinstance(value, cst.Attribute) and value is not node:
-                found |= self.classes_of(where, value, depth - 1)
+                found |= self.classes_of(value, depth - 1)
         return found
 
-    def annotations(self, source: ParsedFile, node: cst.BaseExpression) -> list[cst.BaseExpression]:
+    def _classes_within(self, node: cst.CSTNode) -> set[str]:
+        """Returns given classes of an annotation or expression, of a quoted annotation too."""
+        names = {n.value for n in nodes_of(node) if isinstance(n, cst.Name)}
+        names |= {str(n.raw_value) for n in nodes_of(node) if isinstance(n, cst.SimpleString)}
+        return set(filter(self.classes, names))
+
+    def annotations(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
         """Returns the annotations of a parameter, or of an attribute that is a field."""
         found: list[cst.CSTNode] = []
         if isinstance(node, cst.Name):
-            found = [a.node for a in source.assignments(node) if isinstance(a.node, cst.Param)]
+            found = [a.node for a in self.assignments(node) if isinstance(a.node, cst.Param)]
         elif isinstance(node, cst.Attribute):
-            name, given = node.attr.value, self.definitions.get(source.class_of(node) or "", ())
+            given, name = self.definitions.get(self.class_of(node), ()), node.attr.value
             found = [d.parameters[name] for d in given if name in d.parameters]
         inner = [n.body[0] if isinstance(n, cst.SimpleStatementLine) else n for n in found]
         marks = [getattr(one, "annotation", None) for one in inner]
@@ -185,116 +198,91 @@ class Project:
             stack += [d for name in new for d in self.definitions[name] if not d.is_class]
         return found
 
-    def made_by(self, definition: Definition, name: str) -> str | None:
-        """Returns the class that a class method makes with its ``**`` arguments, a name's owner."""
-        node, own = definition.node, definition.source.class_of(definition.node)
-        if not isinstance(node, cst.FunctionDef) or node.params.star_kwarg is None or own is None:
-            return None
-        read = any(isinstance(n, cst.SimpleString) and n.raw_value == name for n in nodes_of(node))
-        return self.owner(own, name) if is_class_method(node) and not read else None
-
     # ----------------------------------------------------------------------------------------------
     # Callables
     # ----------------------------------------------------------------------------------------------
 
-    def targets(
-        self, source: ParsedFile, node: cst.BaseExpression, seen: frozenset[str] = frozenset()
-    ) -> list[Callee]:
+    def targets(self, node: cst.BaseExpression, seen: frozenset[str] = frozenset()) -> list[Callee]:
         """Returns the callables that an expression may be; none if nothing is known."""
-        imported, name = source.imported(node), last_name(node)
+        imported, name = self.imported(node), last_name(node)
+        parts: Sequence[cst.BaseExpression] = ()
         if isinstance(node, cst.Name) and name == "cls":
-            own = source.class_of(node) or ""
-            return [Callee("given", own, definition) for definition in self.classes(own)]
+            return [Callee("given", one.name, one) for one in self.own_classes(node)]
         if imported and not isinstance(node, cst.Call):
             return self._imported(imported)
-        if name == "__init__":
-            return self._of_bases(source, node)
-        if isinstance(node, (cst.IfExp, cst.BooleanOperation)):
-            is_if = isinstance(node, cst.IfExp)
-            parts = (node.body, node.orelse) if is_if else (node.left, node.right)
-            return [t for part in parts for t in self.targets(source, part, seen)]
         if isinstance(node, cst.Call):
-            return self._of_call(source, node, seen)
-        if not name or name in seen:
-            return []
-        found = self._given(source, node, name)
-        for where, value in () if found else self._values.get(name, ()):
-            found += self.targets(where, value, seen | {name})
+            return self._called(node, seen)
+        if isinstance(node, cst.IfExp):
+            parts = node.body, node.orelse
+        elif isinstance(node, cst.BooleanOperation):
+            parts = node.left, node.right
+        elif name == "__init__":  # of super(): what others construct is not known
+            is_super = isinstance(node, cst.Attribute) and isinstance(node.value, cst.Call)
+            own = self.own_classes(node) if is_super else []
+            return [callee for one in own for base in one.bases for callee in self.targets(base)]
+        elif name and name not in seen:
+            if found := self._given(node, name):
+                return list(dict.fromkeys(found))
+            parts, seen = self._values.get(name, ()), seen | {name}
+        found = [target for part in parts for target in self.targets(part, seen)]
         return list(dict.fromkeys(found))
+
+    def made_by_calls(self, name: str) -> list[cst.BaseExpression]:
+        """Returns the functions whose calls variables or attributes of a name are bound to."""
+        return [v.func for v in self._values.get(name, ()) if isinstance(v, cst.Call)]
 
     @functools.cached_property
     def values(self) -> set[str]:
         """The names of definitions that are used as values, so that unknown calls may call them."""
-        return {
-            name
-            for source in self.sources
-            for node in nodes_of(source.module)
-            if isinstance(node, (cst.Name, cst.Attribute))
-            and (name := last_name(node)) in self.definitions
-            and self._is_lost(source, source.parent(node))
-        }
+        named = [n for n in self.nodes if isinstance(n, (cst.Name, cst.Attribute))]
+        own = [n for n in named if last_name(n) in self.definitions]
+        return {last_name(node) for node in own if self._is_lost(self.parent(node))}
 
-    def _is_lost(self, source: ParsedFile, parent: cst.CSTNode) -> bool:
+    def _is_lost(self, parent: cst.CSTNode) -> bool:
         """Returns whether a value goes where no name in the given files tells of it."""
-        call = source.parent(parent)
-        if isinstance(parent, cst.Arg) and isinstance(call, cst.Call):
-            if dtypes.TRANSFORMS.fullmatch(last_name(call.func)):
-                return False
-            if parent.keyword is None:
-                return True
-            return any(t.kind != "given" for t in self.targets(source, call.func))
-        return isinstance(parent, (cst.Return, cst.Element, cst.DictElement))
+        call = self.parent(parent)
+        if not (isinstance(parent, cst.Arg) and isinstance(call, cst.Call)):
+            return isinstance(parent, (cst.Return, cst.Element, cst.DictElement))
+        if dtypes.TRANSFORMS.fullmatch(last_name(call.func)):
+            return False
+        return parent.keyword is None or any(t.kind != "given" for t in self.targets(call.func))
 
     @functools.cached_property
-    def splatted(self) -> dict[str, tuple[ParsedFile, cst.CSTNode]]:
+    def splatted(self) -> dict[str, cst.CSTNode]:
         """The names of callables that are called with ``**``, each with a call."""
-        return {
-            target.name: (source, node)
-            for source in self.sources
-            for node in nodes_of(source.module)
-            if isinstance(node, cst.Call) and any(arg.star == "**" for arg in node.args)
-            for target in self.targets(source, node.func)
-        }
+        calls = [node for node in self.calls if any(arg.star == "**" for arg in node.args)]
+        return {target.name: node for node in calls for target in self.targets(node.func)}
 
-    @functools.cached_property
-    def calls(self) -> dict[str, list[cst.Call]]:
-        """The calls of the given files, by the last part of the name of what they call."""
-        found: dict[str, list[cst.Call]] = {}
-        for source in self.sources:
-            for node in nodes_of(source.module):
-                if isinstance(node, cst.Call):
-                    found.setdefault(last_name(node.func), []).append(node)
-        return found
+    def unpacked(self, name: str) -> list[Callee]:
+        """Returns the callables that are called with ``**name``."""
+        stars = [
+            (node, [last_name(a.value) for a in node.args if a.star == "**"]) for node in self.calls
+        ]
+        return [t for node, names in stars if name in names for t in self.targets(node.func)]
 
     def forwarded(self, target: Callee) -> list[Callee]:
         """Returns a callable, and those that get its ``**`` arguments, if it reads none itself."""
         node = target.definition.node if target.definition is not None else None
         if not isinstance(node, cst.FunctionDef) or node.params.star_kwarg is None:
             return [target]
-        source = target.definition.source  # type: ignore[union-attr]
-        uses = [n for n in nodes_of(node.body) if isinstance(n, cst.Name)]
-        uses = [n for n in uses if n.value == node.params.star_kwarg.name.value]
-        if any(getattr(source.parent(n), "star", "") != "**" for n in uses):
+        name = node.params.star_kwarg.name.value
+        uses = [n for n in nodes_of(node.body) if isinstance(n, cst.Name) and n.value == name]
+        args = [self.parent(use) for use in uses]
+        if any(getattr(arg, "star", "") != "**" for arg in args):
             return [target]
-        calls = [source.parent(source.parent(n)) for n in uses]
-        found = [t for call in calls for t in self.targets(source, call.func)]
+        found = [t for arg in args for t in self.targets(self.parent(arg).func)]
         return [target, *(dataclasses.replace(t, bound=-99) for t in found)]
 
-    def is_initializer(self, source: ParsedFile, node: cst.BaseExpression) -> bool:
+    def is_initializer(self, node: cst.BaseExpression) -> bool:
         """Returns whether an expression is an initializer of Flax's or JAX's, or makes one."""
-        values = self._values.get(last_name(node), ())
-        made = [(where, value.func) for where, value in values if isinstance(value, cst.Call)]
-        return any("initializers" in one.imported(func) for one, func in ((source, node), *made))
+        made = self.made_by_calls(last_name(node))
+        return any("initializers" in self.imported(one) for one in (node, *made))
 
     def is_module(self, name: str) -> bool:
         """Returns whether variables or attributes of this name are built as modules."""
-        values = self._values.get(name, ())
-        made = [(where, value.func) for where, value in values if isinstance(value, cst.Call)]
-        calls = [(where, func) for where, func in made if last_name(func) != "field"]
-        found = [target for where, func in calls for target in self.targets(where, func)]
-        return bool(found) and all(
-            t.kind == "flax" or (t.definition is not None and t.definition.is_class) for t in found
-        )
+        made = [func for func in self.made_by_calls(name) if last_name(func) != "field"]
+        found = [target for func in made for target in self.targets(func)]
+        return bool(found) and all(t.kind == "flax" or t.is_class for t in found)
 
     def _imported(self, imported: str) -> list[Callee]:
         name = imported.rpartition(".")[2]
@@ -305,143 +293,32 @@ class Project:
         found = [Callee("given", name, d) for d in self.definitions.get(name, ())]
         return found or [Callee("elsewhere", imported)]
 
-    def _given(self, source: ParsedFile, node: cst.BaseExpression, name: str) -> list[Callee]:
-        base = node.value if isinstance(node, cst.Attribute) else None
-        if base is not None and name == "create" and self.classes(last_name(base)):
-            return [Callee("given", last_name(base), d) for d in self.classes(last_name(base))]
+    def _given(self, node: cst.BaseExpression, name: str) -> list[Callee]:
+        base = last_name(node.value) if isinstance(node, cst.Attribute) else ""
+        if name == "create" and self.classes(base):
+            return [Callee("given", base, d) for d in self.classes(base)]
         found = self.definitions.get(name, ())
         if isinstance(node, cst.Name):
-            bound = [a.node for a in source.assignments(node)]
+            bound = [a.node for a in self.assignments(node)]
             found = [d for d in found if d.node in bound]
         else:
             found = [d for d in found if d.is_method or d.is_class]
         return [Callee("given", name, d) for d in found]
 
-    def _of_bases(self, source: ParsedFile, node: cst.BaseExpression) -> list[Callee]:
-        """Returns the classes that ``super().__init__`` may construct; others are not known."""
-        is_super = isinstance(node, cst.Attribute) and isinstance(node.value, cst.Call)
-        own = self.classes(source.class_of(node) or "") if is_super else []
-        bases = [(d.source, base) for d in own for base in d.bases]
-        return [callee for where, base in bases for callee in self.targets(where, base)]
-
-    def _of_call(self, source: ParsedFile, node: cst.Call, seen: frozenset[str]) -> list[Callee]:
+    def _called(self, node: cst.Call, seen: frozenset[str]) -> list[Callee]:
         name = last_name(node.func)
         values = [arg.value for arg in node.args if arg.keyword is None and not arg.star]
-        if name == "partial" and values:
-            made = self.targets(source, values[0], seen)
-            bound = len(values) - 1
-            return [dataclasses.replace(t, bound=t.bound + bound) for t in made]
-        if dtypes.TRANSFORMS.fullmatch(name) and values:
-            return self.targets(source, values[0], seen)
         if name == "getattr" and values:
-            module = source.imported(values[0])
-            return self._imported(module) if is_flax(module) else [Callee("any", source.code(node))]
-        made = self.targets(source, node.func, seen) if name not in seen else []
-        given = [t.definition for t in made if t.definition is not None]
-        returned = [(d.source, value) for d in given for value in d.returned()]
-        return [t for where, value in returned for t in self.targets(where, value, seen | {name})]
-
-    def unpacked(self, name: str) -> list[Callee]:
-        """Returns the callables that are called with ``**name``."""
-        return [
-            target
-            for source in self.sources
-            for node in nodes_of(source.module)
-            if isinstance(node, cst.Call)
-            and any(arg.star == "**" and last_name(arg.value) == name for arg in node.args)
-            for target in self.targets(source, node.func)
-        ]
-
-
-# --------------------------------------------------------------------------------------------------
-# Nodes
-# --------------------------------------------------------------------------------------------------
+            module = self.imported(values[0])
+            return self._imported(module) if is_flax(module) else [Callee("any", self.code(node))]
+        if dtypes.TRANSFORMS.fullmatch(name) and values:
+            made = self.targets(values[0], seen)
+            bound = len(values) - 1 if name == "partial" else 0
+            return [dataclasses.replace(t, bound=t.bound + bound) for t in made]
+        made = self.targets(node.func, seen) if name not in seen else []
+        returned = [v for t in made if t.definition is not None for v in t.definition.returned()]
+        return [t for value in returned for t in self.targets(value, seen | {name})]
 
 
 def is_flax(imported: str) -> bool:
     return imported.startswith(("flax.linen", "flax.nnx", "mpmodules.linen", "mpmodules.nnx"))
-
-
-def method(node: cst.ClassDef, name: str) -> cst.FunctionDef | None:
-    found = [n for n in node.body.body if isinstance(n, cst.FunctionDef) and n.name.value == name]
-    return found[-1] if found else None
-
-
-def own_attributes(node: cst.ClassDef) -> Iterator[tuple[str, cst.SimpleStatementLine]]:
-    """Yields the attributes that methods assign to `self`, with their statements."""
-    for line in nodes_of(node):
-        if isinstance(line, cst.SimpleStatementLine):
-            for statement in line.body:
-                for target in assigned(statement):
-                    if isinstance(target, cst.Attribute) and is_self(target.value):
-                        yield target.attr.value, line
-
-
-def assigned(statement: cst.CSTNode) -> list[cst.BaseExpression]:
-    """Returns the targets of an assignment; none of other statements."""
-    if isinstance(statement, cst.Assign):
-        return [target.target for target in statement.targets]
-    return [statement.target] if isinstance(statement, cst.AnnAssign) else []
-
-
-def is_self(node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.Name) and node.value == "self"
-
-
-def _fields(node: cst.ClassDef) -> Iterator[tuple[str, cst.SimpleStatementLine]]:
-    for line in node.body.body:
-        if isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.AnnAssign):
-            target = line.body[0].target
-            if isinstance(target, cst.Name):
-                yield target.value, line
-
-
-def is_class_method(node: cst.FunctionDef | None) -> bool:
-    return node is not None and any(
-        last_name(d.decorator) == "classmethod" for d in node.decorators
-    )
-
-
-def all_parameters(node: cst.FunctionDef | cst.Lambda) -> list[cst.Param]:
-    given = node.params
-    return [*given.posonly_params, *given.params, *given.kwonly_params]
-
-
-def _parameters(node: cst.FunctionDef) -> list[tuple[str, cst.CSTNode]]:
-    return [(param.name.value, param) for param in all_parameters(node)]
-
-
-def _positional(node: cst.FunctionDef) -> list[str]:
-    return [p.name.value for p in (*node.params.posonly_params, *node.params.params)]
-
-
-def last_name(node: cst.CSTNode) -> str:
-    if isinstance(node, cst.Subscript):
-        return last_name(node.value)
-    if isinstance(node, cst.Attribute):
-        return node.attr.value
-    return node.value if isinstance(node, cst.Name) else ""
-
-
-def _names_within(node: cst.CSTNode) -> set[str]:
-    """Returns names in an annotation or expression, those in a quoted annotation too."""
-    found = {n.value for n in nodes_of(node) if isinstance(n, cst.Name)}
-    return found | {n.raw_value for n in nodes_of(node) if isinstance(n, cst.SimpleString)}
-
-
-def _bindings(node: cst.CSTNode) -> Iterator[tuple[str, cst.BaseExpression]]:
-    """Yields names and the values that they get by an assignment, a default or a keyword."""
-    if isinstance(node, cst.Assign):
-        for target in assigned(node):
-            parts = (target, node.value)
-            if all(isinstance(part, cst.Tuple) for part in parts):
-                elements = zip(*(part.elements for part in parts), strict=False)  # type: ignore
-                yield from ((last_name(a.value), b.value) for a, b in elements)
-            else:
-                yield last_name(target), node.value
-    elif isinstance(node, cst.AnnAssign) and node.value is not None:
-        yield last_name(node.target), node.value
-    elif isinstance(node, cst.Param) and node.default is not None:
-        yield node.name.value, node.default
-    elif isinstance(node, cst.Arg) and node.keyword is not None:
-        yield node.keyword.value, node.value

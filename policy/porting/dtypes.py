@@ -13,6 +13,12 @@ DTYPE_NAME = re.compile(r"(^|_)([a-z]?dtype|DTYPE)(_(?!policy)|$)")
 SCALE_NAME = re.compile(r"(^|_)dynamic_scale$")
 CONFIGS = re.compile(r"(^|_)(cfg|config|conf|hps|hparams|args|flags|model|module|options)$", re.I)
 
+
+def is_model(name: str) -> bool:
+    """Returns whether a variable is named like a model."""
+    return name.lower().endswith(("model", "module"))
+
+
 HALF_FLOATS = {"bfloat16", "float16"}
 FLOATS = {"float32", *HALF_FLOATS}
 _OTHER = re.compile(r"u?int\d*_?|bool_?|complex\d+|float64|float8\w*|float4\w*|key<\w+>")
@@ -33,50 +39,35 @@ def constant(name: str) -> str | None:
 
 # words of names that choose a dtype for one stage, which stay: what a policy does there
 _STAGES = {
-    "softmax": "softmaxes run in float32 under a policy",
-    "logits": "matmuls add up in float32, and losses run in float32 under a policy",
-    "router": 'a rule {"router": "float32"} keeps a router in float32',
-    "gate": 'a rule {"gate": "float32"} keeps a gate in float32',
+    "softmax.*": "softmaxes run in float32 under a policy",
+    "logits.*": "matmuls add up in float32, and losses run in float32 under a policy",
+    "router.*": 'a rule {"router": "float32"} keeps a router in float32',
+    "gates?": 'a rule {"gate": "float32"} keeps a gate in float32',
     "loss": "losses run in float32 under a policy",
-    "reduce": "sums run in float32 under a policy",
-    "accum": "matmuls add up in float32 under a policy",
-    "grad": "gradients are summed in float32; all_reduce_dtype is the dtype of their exchange",
-    "cache": "a cache is made in policy.compute_dtype(), or stored by cache_dtype of a policy",
-    "kv": "a cache is made in policy.compute_dtype(), or stored by cache_dtype of a policy",
-    "mu": "policy.mixed_precision stores the moments of an optimizer",
-    "optimizer": "policy.mixed_precision stores the state of an optimizer",
-    "momentum": "policy.mixed_precision stores the moments of an optimizer",
-    "quant": "a policy's params=int8 stores weights in codes",
-    "output": "output_dtype of a policy is the dtype of a model's outputs",
-    "attend": "the logits of a shared embedding run by the embedding's rule",
-    "fprop": "a cast that is chosen apart",
-    "input": "inputs are cast to compute_dtype at the model's boundary",
+    "reduce.*": "sums run in float32 under a policy",
+    "accum.*": "matmuls add up in float32 under a policy",
+    "grads?": "gradients are summed in float32; all_reduce_dtype is the dtype of their exchange",
+    "cache.*|kv": "a cache is made in policy.compute_dtype(), or stored by cache_dtype of a policy",
+    "mus?|momentum.*": "policy.mixed_precision stores the moments of an optimizer",
+    "optimizer.*": "policy.mixed_precision stores the state of an optimizer",
+    "quant.*": "a policy's params=int8 stores weights in codes",
+    "output.*": "output_dtype of a policy is the dtype of a model's outputs",
+    "attend.*": "the logits of a shared embedding run by the embedding's rule",
+    "fprop.*": "a cast that is chosen apart",
+    "input.*": "inputs are cast to compute_dtype at the model's boundary",
 }
 
 
 def stage(name: str) -> str | None:
     """Returns a policy's rule for a stage that has a dtype of its own, as in `softmax_dtype`."""
     words = name.lower().split("_")
-    for word, text in _STAGES.items():
-        if any(
-            w == word or w == word + "s" or (len(word) > 4 and w.startswith(word)) for w in words
-        ):
-            return text
-    return None
+    found = (text for stage, text in _STAGES.items() if any(re.fullmatch(stage, w) for w in words))
+    return next(found, None)
 
 
 # functions of arrays whose dtype is float32 if none is given: the positions of their dtype
-CREATORS = {
-    "zeros": 1,
-    "ones": 1,
-    "empty": 1,
-    "normal": 2,
-    "uniform": 2,
-    "truncated_normal": 4,
-    "one_hot": 2,
-    "eye": 3,
-    "identity": 1,
-}
+CREATORS = {"zeros": 1, "ones": 1, "empty": 1, "identity": 1, "eye": 3}
+CREATORS |= {"normal": 2, "uniform": 2, "truncated_normal": 4, "one_hot": 2}
 # functions whose dtype needs a float32 in its place: the positions of their dtype
 TYPED = {"finfo": 0, "full": 2, "ShapeDtypeStruct": 1, "arange": 3, "linspace": 5, "tile": 9}
 CAST_FUNCTIONS = {"asarray": 1, "array": 1, "astype": 1, "convert_element_type": 1}
@@ -92,7 +83,8 @@ TRANSFORMS = re.compile(
 )
 NORMS = re.compile(r"(Layer|RMS|Group|Batch|Instance|Weight|Spectral)Norm")
 
-_FLOAT = re.compile(
+# functions of JAX and NumPy that return floating-point numbers for any array
+MAKES_FLOATS = re.compile(
     r"""
     mean | var | std | sqrt | rsqrt | exp | log | log1p | expm1 | tanh | sin | cos | einsum |
     dot | matmul | softmax | log_softmax | gelu | silu | swish | sigmoid | softplus | normal |
@@ -101,7 +93,8 @@ _FLOAT = re.compile(
     """,
     re.VERBOSE,
 )
-_FOLLOWS = re.compile(
+# functions and methods that return numbers of their operand's dtype
+KEEPS_FLOATS = re.compile(
     r"""
     reshape | transpose | swapaxes | moveaxis | squeeze | expand_dims | concatenate | concat |
     stack | split | where | pad | sum | max | min | maximum | minimum | square | abs | clip |
@@ -116,13 +109,3 @@ FLOAT_PARAMETERS = re.compile(
     r"(query|key|value|q|k|v|[qkv]_proj|(\w+_)?logits|probs|kernel|bias|scale|shift|gamma|beta|weights?|w|hidden_states|residual|encoded|"
     r"inputs_(q|kv)|embeddings?|normed\w*|lora_weights|sin|cos)"
 )
-
-
-def makes_floats(function: str) -> bool:
-    """Returns whether a function of JAX or NumPy returns floating-point numbers for any array."""
-    return bool(_FLOAT.fullmatch(function))
-
-
-def keeps_floats(function: str) -> bool:
-    """Returns whether a function or method returns numbers of its operand's dtype."""
-    return bool(_FOLLOWS.fullmatch(function))

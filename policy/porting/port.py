@@ -9,11 +9,13 @@ from collections.abc import Sequence
 import libcst as cst
 
 from policy.porting import dtypes
-from policy.porting.cleanup import Unused, docstrings, unused
-from policy.porting.definitions import Project, is_self, last_name
+from policy.porting.cleanup import docstring_edits, unread, unread_edits
+from policy.porting.definitions import Project
+from policy.porting.edits import Edits
 from policy.porting.flow import DtypeFlow
 from policy.porting.imports import ported_imports
-from policy.porting.sources import Elsewhere, ParsedFile, PortError, nodes_of, read_file
+from policy.porting.sources import Elsewhere, ParsedFile, PortError, read_file
+from policy.porting.syntax import is_self, last_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +35,9 @@ class Ported:
             (_, i, _, j, _), (_, _, i_end, _, j_end) = group[0], group[-1]
             lines.append(f"@@ -{i + 1},{i_end - i} +{j + 1},{j_end - j} @@\n")
             for tag, i, i_end, j, j_end in group:
-                if tag == "equal":
-                    lines += [f" {line}" for line in before[i:i_end]]
-                    continue
-                lines += [f"-{line}" for line in before[i:i_end]]
-                lines += [f"+{line}" for line in after[j:j_end]]
+                is_equal = tag == "equal"
+                lines += [f"{' ' if is_equal else '-'}{line}" for line in before[i:i_end]]
+                lines += [f"+{line}" for line in after[j:j_end] if not is_equal]
         return "".join(lines)
 
     def deleted(self) -> int:
@@ -58,18 +58,16 @@ def port(names: Sequence[str]) -> tuple[list[Ported], list[str]]:
     names = list(dict.fromkeys(names))
     given = [read_file(name) for name in names]
     elsewhere = Elsewhere([source.path for source in given])
-    before = [unused(source) for source in given]
+    before = [unread(source) for source in given]
     notes: list[str] = []
     sources = [_with_text(source, ported_imports(source, notes)) for source in given]
     for pattern in (dtypes.SCALE_NAME, dtypes.DTYPE_NAME):
-        flow = DtypeFlow(Project(sources), elsewhere, pattern)
-        notes += map(str, flow.left())
-        sources = _edited(sources, flow)
-    while True:
-        cleaned = Unused(sources, before, elsewhere)
-        if not cleaned:
-            break
-        sources = [_with_text(source, edits.text()) for source, edits in cleaned.items()]
+        flow = DtypeFlow(sources, elsewhere, pattern)
+        notes += flow.notes()
+        edits = flow.edits()
+        sources = [_edited(source, docstring_edits(source, edits)) for source in sources]
+    while edits := unread_edits(sources, before, elsewhere):
+        sources = [_edited(source, edits) for source in sources]
     for source, old in zip(sources, given, strict=True):
         if missing := _unbound(source) - _unbound(old):
             lost = ", ".join(sorted(missing))
@@ -88,18 +86,16 @@ def _unbound(source: ParsedFile) -> set[str]:
     accesses = [access for scope in source.scopes() for access in scope.accesses]
     names = {source.code(access.node) for access in accesses if not access.referents}
     project = Project([source])
-    for node in nodes_of(source.module):
+    for node in project.nodes:
+        name, owner = last_name(node), source.class_of(node)
         is_own = isinstance(node, cst.Attribute) and is_self(node.value)
-        if is_own and dtypes.DTYPE_NAME.search(name := last_name(node)):
-            own = source.class_of(node) or ""
-            if project.owner(own, name) is None:
-                names.add(f"self.{name} of {own}")
+        if is_own and dtypes.DTYPE_NAME.search(name) and project.owner(owner, name) is None:
+            names.add(f"self.{name} of {owner}")
     return names
 
 
-def _edited(sources: Sequence[ParsedFile], flow: DtypeFlow) -> list[ParsedFile]:
-    edits = [docstrings(source, flow.edits(source)) for source in sources]
-    return [_with_text(one.source, one.text()) for one in edits]
+def _edited(source: ParsedFile, edits: Edits) -> ParsedFile:
+    return _with_text(source, edits.text(source.module))
 
 
 def _with_text(source: ParsedFile, text: str) -> ParsedFile:

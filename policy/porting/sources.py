@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,102 @@ import libcst as cst
 from libcst import metadata
 
 from policy.porting import dtypes
+from policy.porting.syntax import pairs
 
 
 class PortError(ValueError):
     """A file that can't be ported; the message says why."""
 
 
-class ParsedFile:
-    """A parsed file: its tree, and the scopes, imports, parents and lines of its nodes.
+_PROVIDERS = (metadata.ScopeProvider, metadata.ParentNodeProvider, metadata.PositionProvider)
+
+
+class Nodes:
+    """The scopes, imports, parents and lines of the nodes of some files.
+
+    Args:
+      files: the metadata of each, by provider.
+    """
+
+    def __init__(self, files: Sequence[Mapping[Any, Mapping[cst.CSTNode, Any]]]):
+        joined: list[Any] = [{n: v for one in files for n, v in one[p].items()} for p in _PROVIDERS]
+        self._scopes, self._parents, self._positions = joined
+
+    def line(self, node: cst.CSTNode) -> int:
+        """Returns the line in the current text."""
+        return self._positions[node].start.line
+
+    def code(self, node: cst.CSTNode) -> str:
+        """Returns a node's text on one line."""
+        return " ".join(self.full_text(node).split()).removesuffix(",")
+
+    def full_text(self, node: cst.CSTNode) -> str:
+        return _EMPTY.code_for_node(node)
+
+    def parent(self, node: cst.CSTNode | None) -> Any:
+        return self._parents.get(node)
+
+    def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        while (node := self.parent(node)) is not None:
+            yield node
+
+    def enclosing(self, node: cst.CSTNode, *types: type) -> Any:
+        """Returns the innermost ancestor of one of the types, or None."""
+        return next((a for a in self.ancestors(node) if isinstance(a, types)), None)
+
+    def class_of(self, node: cst.CSTNode) -> str:
+        """Returns the name of the class whose method or field a node is in, or ``""``."""
+        return self.around(node, cst.ClassDef)
+
+    def around(self, node: cst.CSTNode, *types: type) -> str:
+        """Returns the name of the innermost definition of one of the types, or ``""``."""
+        found = self.enclosing(node, *types)
+        return found.name.value if found else ""
+
+    def scopes(self) -> set[Any]:
+        return {scope for scope in self._scopes.values() if scope is not None}
+
+    def assignments(self, name: cst.Name) -> list[Any]:
+        """Returns the bindings of a name, by LibCST's scopes; built-in names are left out."""
+        scope = self._scopes.get(name)
+        found = scope[name.value] if scope is not None else ()
+        return [a for a in found if hasattr(a, "node")]
+
+    def reads(self, target: cst.Name) -> list[cst.CSTNode]:
+        """Returns the uses of a name from an assignment to the next one, by their lines."""
+        line, bound = self.line(target), self.assignments(target)
+        end = min((n for a in bound if (n := self.line(a.node)) > line), default=math.inf)
+        uses = {access.node for a in bound for access in a.references}
+        return [use for use in uses if line < self.line(use) <= end]
+
+    def value_of(self, target: cst.CSTNode) -> cst.BaseExpression | None:
+        """Returns the value that an assignment gives to a variable, or None."""
+        statement = self.enclosing(target, cst.Assign, cst.AnnAssign, cst.SimpleStatementLine)
+        return next((value for one, value, _ in pairs(statement) if one is target), None)
+
+    def imported(self, node: cst.CSTNode) -> str:
+        """Returns the dotted name of an import, as in ``jax.numpy.zeros``, or ``""``."""
+        inner = node
+        while isinstance(inner, cst.Attribute):
+            inner = inner.value
+        scope = self._scopes.get(node) if isinstance(inner, cst.Name) else None
+        found = scope.get_qualified_names_for(node) if scope is not None else ()
+        return next((one.name for one in found if one.source is _IMPORT), "")
+
+    def name_of(self, module: str, node: cst.CSTNode) -> str | None:
+        """Returns the name that a node's file imports a module by, or None."""
+        scope = self._scopes[node].globals
+        names = dict.fromkeys(one.name for one in scope.assignments)
+        found = ((one.name, name) for name in names for one in scope.get_qualified_names_for(name))
+        return next((name for full, name in found if full == module), None)
+
+
+_IMPORT = metadata.QualifiedNameSource.IMPORT
+_EMPTY = cst.Module([])
+
+
+class ParsedFile(Nodes):
+    """A parsed file.
 
     Args:
       path: of the file.
@@ -37,83 +126,12 @@ class ParsedFile:
             wrapper = metadata.MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
         except cst.ParserSyntaxError as error:
             raise PortError(f"{path}:{error.raw_line}: not Python: {error.message}") from None
-        self.module = wrapper.module
-        self._scopes: Any = wrapper.resolve(metadata.ScopeProvider)
-        self._names: Any = wrapper.resolve(metadata.QualifiedNameProvider)
-        self._parents: Any = wrapper.resolve(metadata.ParentNodeProvider)
-        self._positions: Any = wrapper.resolve(metadata.PositionProvider)
+        self.module, self.metadata = wrapper.module, wrapper.resolve_many(_PROVIDERS)
+        super().__init__([self.metadata])
 
-    def line(self, node: cst.CSTNode) -> int:
-        return self.lines[self._positions[node].start.line - 1]
-
-    def order(self, node: cst.CSTNode) -> int:
-        """Returns the line in the current text."""
-        return self._positions[node].start.line
-
-    def code(self, node: cst.CSTNode) -> str:
-        """Returns a node's text on one line."""
-        return " ".join(self.module.code_for_node(node).split()).removesuffix(",")
-
-    def parent(self, node: cst.CSTNode) -> Any:
-        return self._parents.get(node)
-
-    def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        while (node := self._parents.get(node)) is not None:
-            yield node
-
-    def enclosing(self, node: cst.CSTNode, *types: type) -> Any:
-        """Returns the innermost ancestor of one of the types, or None."""
-        return next((a for a in self.ancestors(node) if isinstance(a, types)), None)
-
-    def class_of(self, node: cst.CSTNode) -> str | None:
-        """Returns the name of the class whose method or field a node is in."""
-        found = self.enclosing(node, cst.ClassDef)
-        return found.name.value if found else None
-
-    def scopes(self) -> set[Any]:
-        return {scope for scope in self._scopes.values() if scope is not None}
-
-    def assignments(self, name: cst.Name) -> list[Any]:
-        """Returns the bindings of a name, by LibCST's scopes; built-in names are left out."""
-        scope = self._scopes.get(name)
-        found = scope[name.value] if scope is not None else ()
-        return [a for a in found if hasattr(a, "node")]
-
-    def reads(self, target: cst.Name) -> list[cst.CSTNode]:
-        """Returns the uses of a name from an assignment to the next one, by their lines."""
-        line, bound = self.order(target), self.assignments(target)
-        later = [n for a in bound if (n := self.order(a.node)) > line]
-        end = min(later, default=len(self.lines))
-        uses = {access.node for a in bound for access in a.references}
-        return [use for use in uses if line < self.order(use) <= end]
-
-    def imported(self, node: cst.CSTNode) -> str:
-        """Returns the dotted name of an import, as in ``jax.numpy.zeros``, or ``""``."""
-        inner = node
-        while isinstance(inner, cst.Attribute):
-            inner = inner.value
-        for name in self._resolved(node) if isinstance(inner, cst.Name) else ():
-            if name.source is metadata.QualifiedNameSource.IMPORT:
-                return name.name
-        return ""
-
-    def _resolved(self, node: cst.CSTNode) -> Any:
-        found = self._names.get(node, ())
-        return found() if callable(found) else found
-
-
-def nodes_of(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """Yields a node and all nodes below it."""
-    yield node
-    for child in node.children:
-        yield from nodes_of(child)
-
-
-def text_of(statement: cst.CSTNode) -> cst.SimpleString | None:
-    """Returns the text of a statement that is nothing else, as a docstring, or None."""
-    inner = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-    value = inner.value if isinstance(inner, cst.Expr) else None
-    return value if isinstance(value, cst.SimpleString) else None
+    def place(self, node: cst.CSTNode) -> str:
+        """Returns the path and line of a node, as in ``models.py:3``."""
+        return f"{self.path}:{self.lines[self.line(node) - 1]}"
 
 
 def read_file(name: str) -> ParsedFile:
@@ -151,12 +169,10 @@ class Elsewhere:
             self._read(file)
 
     def _read(self, file: Path) -> None:
-        text = file.read_text(encoding="utf-8", errors="replace")
         try:
-            tree = ast.parse(text)
+            nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8", errors="replace"))))
         except (SyntaxError, ValueError):
             return
-        nodes = list(ast.walk(tree))
         if not self._given & {name for node in nodes for name in _imported(node)}:
             return
         for node in nodes:
@@ -197,9 +213,9 @@ class Elsewhere:
           is_module: of a model; else of a configuration. Arrays have a `dtype`, too.
         """
         for base, attribute, place in self._attributes:
-            is_model = base.lower().endswith(("model", "module"))
             is_clear = is_module or name != "dtype" or dtypes.CONFIGS.search(base)
-            if attribute == name and base != "self" and is_model == is_module and is_clear:
+            is_same = attribute == name and dtypes.is_model(base) == is_module
+            if is_same and base != "self" and is_clear:
                 return place
         return None
 
