@@ -10,26 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import libcst as cst
 
-from policy.porting import dtypes
+from policy.porting import dtypes, operands
 from policy.porting.definitions import Callee, Definition
 from policy.porting.dtypes import DATA, Slot
 from policy.porting.edits import is_pure
-from policy.porting.operands import (
-    is_float_array,
-    is_of_model,
-    is_promoted,
-    is_reduced,
-    is_variable,
-    may_be_integer,
-)
-from policy.porting.syntax import (
-    all_parameters,
-    assigned,
-    is_decorated,
-    keyword_of,
-    last_name,
-    nodes_of,
-)
+from policy.porting.syntax import assigned, is_decorated, keyword_of, last_name, nodes_of
 
 if TYPE_CHECKING:
     from policy.porting.flow import DtypeFlow
@@ -98,11 +83,11 @@ def _read_cast(flow: DtypeFlow, node: cst.Call) -> bool:
     flow.visit(operand)
     followed, is_array = slots - {DATA}, name == "astype"  # others take sequences and numbers, too
     tree = _mapped(flow, node, operand)
-    if tree is not None and followed and is_float_array(flow, tree):
+    if tree is not None and followed and operands.is_float_array(flow, tree):
         node, operand = flow.enclosing(node, cst.Call), tree
-    is_float = not imported.startswith("numpy.") and is_float_array(flow, operand)
+    is_float = not imported.startswith("numpy.") and operands.is_float_array(flow, operand)
     is_number = is_array and not isinstance(operand, cst.Comparison)
-    if followed and not is_float and not (is_number and is_promoted(flow, node)):
+    if followed and not is_float and not (is_number and operands.is_promoted(flow, node)):
         _put_float32(flow, dtype, note=_IN_FLOAT32)
     elif followed or (
         _is_needless(flow, node, dtype, operand, is_float) and not _is_branch(flow, node, operand)
@@ -119,14 +104,18 @@ def _is_needless(
     """Returns whether a cast in a model's code goes, which casts floats back to their input's
     dtype, or to float32 what a policy takes in float32 anyway.
     """
-    if flow.is_scale or not is_of_model(flow, node):
+    if flow.is_scale or not operands.is_of_model(flow, node):
         return False
     if flow.slots(dtype):
-        return is_float and not may_be_integer(flow, dtype)
+        return is_float and not operands.may_be_integer(flow, dtype)
     names = (flow.class_of(node), flow.around(node, cst.FunctionDef))
     is_norm = any(name.lower().endswith("norm") for name in names)
-    is_wide = is_norm or (last_name(node.func) == "astype" and is_reduced(flow, node))
-    return is_wide and flow.constants(dtype) == {"float32"} and not may_be_integer(flow, operand)
+    is_wide = is_norm or (last_name(node.func) == "astype" and operands.is_reduced(flow, node))
+    return (
+        is_wide
+        and flow.constants(dtype) == {"float32"}
+        and not operands.may_be_integer(flow, operand)
+    )
 
 
 def _put_float32(flow: DtypeFlow, dtype: cst.CSTNode, note: str | None = None) -> None:
@@ -144,7 +133,7 @@ def _mapped(flow: DtypeFlow, node: cst.Call, operand: cst.CSTNode) -> cst.BaseEx
     function, call = flow.parent(node), flow.enclosing(node, cst.Call)
     if call is None or not isinstance(function, cst.Lambda) or not isinstance(operand, cst.Name):
         return None
-    names = [param.name.value for param in all_parameters(function)]
+    names = [param.name.value for param in function.params.params]
     is_map = flow.imported(call.func) in _TREE_MAPS and len(call.args) == 2
     return call.args[1].value if is_map and names == [operand.value] else None
 
@@ -157,7 +146,10 @@ def _without_cast(
     if _assigns_itself(flow, statement, operand):
         return flow.parent(statement), None
     places = [i for i, arg in enumerate(node.args) if arg.value is operand]
-    variable, parentheses = is_variable(flow, operand), _needs_parentheses(flow, node, operand)
+    variable, parentheses = (
+        operands.is_variable(flow, operand),
+        _needs_parentheses(flow, node, operand),
+    )
     is_short = "\n" not in flow.full_text(operand)
 
     def change(updated: cst.Call) -> cst.BaseExpression:
@@ -213,7 +205,7 @@ def _note_cast(flow: DtypeFlow, node: cst.Call, chosen: set[str]) -> None:
         return
     elif "softmax" in name or "loss" in name or "entropy" in name:
         flow.note(node, f"{name} runs in float32 under a policy: its cast may go")
-    elif is_of_model(flow, node):
+    elif operands.is_of_model(flow, node):
         flow.note(node, "a cast of floats to float32 has no effect in a module: it may go")
     else:
         flow.note(node, "a cast to float32 is obeyed; norms, softmaxes and losses don't need it")
@@ -355,7 +347,7 @@ class _Call:
                 _put_float32(flow, arg.value)
         elif not slots - {DATA}:
             is_buffer = slots and name in ("zeros", "empty", "full")
-            if is_buffer and not may_be_integer(flow, arg.value):
+            if is_buffer and not operands.may_be_integer(flow, arg.value):
                 flow.note(arg, _BUFFER)
             self._poison(arg)
         elif keyword in dtypes.RESULT_OPTIONS:

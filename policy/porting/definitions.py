@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 
 import libcst as cst
@@ -11,7 +12,6 @@ import libcst as cst
 from policy.porting import dtypes
 from policy.porting.sources import Nodes, ParsedFile
 from policy.porting.syntax import (
-    all_parameters,
     bindings,
     fields,
     is_decorated,
@@ -47,10 +47,11 @@ class Definition:
         if self.init is not None:
             given = self.init.params
             is_bound = is_method and not is_decorated(node, "staticmethod")
-            names = [param.name.value for param in (*given.posonly_params, *given.params)]
-            self.positional = names[int(self.is_class or is_bound) :]
-            params = all_parameters(self.init)[int(self.is_class) :]
+            positional = [*given.posonly_params, *given.params]
+            params = [*positional, *given.kwonly_params][int(self.is_class) :]
             self.parameters = {param.name.value: param for param in params}
+            names = [param.name.value for param in positional]
+            self.positional = names[int(self.is_class or is_bound) :]
         own = own_attributes(node) if isinstance(node, cst.ClassDef) else []
         self.attributes = {*self.parameters, *(name for name, _ in own)} if self.is_class else set()
 
@@ -243,7 +244,7 @@ class Project(Nodes):
         call = self.parent(parent)
         if not (isinstance(parent, cst.Arg) and isinstance(call, cst.Call)):
             return isinstance(parent, (cst.Return, cst.Element, cst.DictElement))
-        if dtypes.TRANSFORMS.fullmatch(last_name(call.func)):
+        if re.fullmatch(dtypes.TRANSFORMS, last_name(call.func)):
             return False
         return parent.keyword is None or any(t.kind != "given" for t in self.targets(call.func))
 
@@ -311,7 +312,7 @@ class Project(Nodes):
         if name == "getattr" and values:
             module = self.imported(values[0])
             return self._imported(module) if is_flax(module) else [Callee("any", self.code(node))]
-        if dtypes.TRANSFORMS.fullmatch(name) and values:
+        if re.fullmatch(dtypes.TRANSFORMS, name) and values:
             made = self.targets(values[0], seen)
             bound = len(values) - 1 if name == "partial" else 0
             return [dataclasses.replace(t, bound=t.bound + bound) for t in made]

@@ -73,38 +73,30 @@ TYPED = {"finfo": 0, "full": 2, "ShapeDtypeStruct": 1, "arange": 3, "linspace": 
 CAST_FUNCTIONS = {"asarray": 1, "array": 1, "astype": 1, "convert_element_type": 1}
 # keywords without effect on float32 operands
 RESULT_OPTIONS = {"preferred_element_type", "promote_dtype"}
-TRANSFORMS = re.compile(
-    r"""
-    partial | isinstance | issubclass |
-    remat | checkpoint | scan | vmap | jit | pmap | map_variables | add_metadata_axis |
-    remat_scan | shard_map | grad | value_and_grad | custom_vjp | custom_jvp | split_rngs
-    """,
-    re.VERBOSE,
-)
+TRANSFORMS = r"""(?x)
+    partial | isinstance | issubclass | remat | checkpoint | scan | vmap | jit | pmap |
+    map_variables | add_metadata_axis | remat_scan | shard_map | grad | value_and_grad |
+    custom_vjp | custom_jvp | split_rngs
+"""
 NORMS = re.compile(r"(Layer|RMS|Group|Batch|Instance|Weight|Spectral)Norm")
 
 # functions of JAX and NumPy that return floating-point numbers for any array
-MAKES_FLOATS = re.compile(
-    r"""
-    mean | var | std | sqrt | rsqrt | exp | log | log1p | expm1 | tanh | sin | cos | einsum |
-    dot | matmul | softmax | log_softmax | gelu | silu | swish | sigmoid | softplus | normal |
-    uniform | truncated_normal | linspace | power | divide | erf | reciprocal | dot_general |
-    conv_general_dilated | dot_product_attention(_weights)? | one_hot | logsumexp
-    """,
-    re.VERBOSE,
-)
+MAKES_FLOATS = r"""(?x)
+    mean | var | std | sqrt | rsqrt | exp | log | log1p | expm1 | tanh | sin | cos | einsum | dot |
+    matmul | softmax | log_softmax | gelu | silu | swish | sigmoid | softplus | normal | uniform |
+    truncated_normal | linspace | power | divide | erf | reciprocal | dot_general |
+    conv_general_dilated | dot_product_attention | dot_product_attention_weights | one_hot |
+    logsumexp
+"""
 # functions and methods that return numbers of their operand's dtype
-KEEPS_FLOATS = re.compile(
-    r"""
+KEEPS_FLOATS = r"""(?x)
     reshape | transpose | swapaxes | moveaxis | squeeze | expand_dims | concatenate | concat |
-    stack | split | where | pad | sum | max | min | maximum | minimum | square | abs | clip |
-    roll | flip | repeat | tile | broadcast_to | take | take_along_axis | cumsum | add |
-    subtract | multiply | relu | astype | ravel | tril | triu | array_split | mT | T | value |
-    at | set | rearrange | with_sharding_constraint | with_logical_constraint | asarray |
-    array | copy | outer | dynamic_slice | dynamic_update_slice
-    """,
-    re.VERBOSE,
-)
+    stack | split | where | pad | sum | max | min | maximum | minimum | square | abs | clip | roll |
+    flip | repeat | tile | broadcast_to | take | take_along_axis | cumsum | add | subtract |
+    multiply | relu | astype | ravel | tril | triu | array_split | mT | T | value | at | set |
+    rearrange | with_sharding_constraint | with_logical_constraint | asarray | array | copy |
+    outer | dynamic_slice | dynamic_update_slice
+"""
 FLOAT_PARAMETERS = re.compile(
     r"(query|key|value|q|k|v|[qkv]_proj|(\w+_)?logits|probs|kernel|bias|scale|shift|gamma|beta|weights?|w|hidden_states|residual|encoded|"
     r"inputs_(q|kv)|embeddings?|normed\w*|lora_weights|sin|cos)"

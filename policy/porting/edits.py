@@ -10,22 +10,19 @@ import libcst as cst
 
 from policy.porting.syntax import elements, last_name, nodes_of
 
-_QUIET = re.compile(
-    r"""
+_QUIET = r"""(?x)
     local_devices | devices | default_backend | partial | dtype | getattr | DynamicScale |
     canonicalize_dtype | get | isinstance | len | next | iter
-    """,
-    re.VERBOSE,
-)
+"""
+_EFFECTS = (cst.Await, cst.Yield, cst.NamedExpr)
 
 
 def is_pure(node: cst.CSTNode) -> bool:
     """Returns whether evaluating an expression has no effect."""
     nodes = list(nodes_of(node))
     called = [last_name(n.func) for n in nodes if isinstance(n, cst.Call)]
-    return not any(isinstance(n, (cst.Await, cst.Yield, cst.NamedExpr)) for n in nodes) and all(
-        _QUIET.fullmatch(name) or "dtype" in name for name in called
-    )
+    is_quiet = all(re.fullmatch(_QUIET, name) or "dtype" in name for name in called)
+    return is_quiet and not any(isinstance(n, _EFFECTS) for n in nodes)
 
 
 class Edits(dict[cst.CSTNode, Any]):

@@ -16,7 +16,6 @@ from policy.porting.edits import Edits
 from policy.porting.slots import SlotReader
 from policy.porting.sources import Elsewhere, ParsedFile
 from policy.porting.syntax import (
-    all_parameters,
     assigned,
     index_of,
     is_self,
@@ -202,11 +201,6 @@ class DtypeFlow(SlotReader):
         if value is not None:
             self.use(value, flows=[slot])
 
-    def _declare_function(self, node: cst.FunctionDef) -> None:
-        for param in all_parameters(node):
-            if slot := self.of_parameter(node, param.name.value):
-                self._declare(slot, param.default, param)
-
     def _declare_fields(self, node: cst.ClassDef) -> None:
         for line, after in zip(node.body.body, (*node.body.body[1:], None), strict=True):
             one = line.body[0] if isinstance(line, cst.SimpleStatementLine) else line
@@ -288,7 +282,10 @@ class DtypeFlow(SlotReader):
         elif isinstance(node, cst.Attribute):
             self.visit(node.value)
         elif isinstance(node, cst.Param):
-            if node.default is not None and not self.follows(node.name.value):
+            slot = self.of_parameter(self.parent(self.parent(node)), node.name.value)
+            if slot is not None and node.star == "":
+                self._declare(slot, node.default, node)
+            elif node.default is not None and not self.follows(node.name.value):
                 self.visit(node.default)
         elif isinstance(node, (cst.Assign, cst.AnnAssign)) and not self._is_field(node):
             self._declare_assigned(node)
@@ -297,9 +294,7 @@ class DtypeFlow(SlotReader):
             or (isinstance(node, cst.Assert) and self._assertion(node))
             or (isinstance(node, cst.Dict) and read_dict(self, node))
         ):
-            if isinstance(node, cst.FunctionDef):
-                self._declare_function(node)
-            elif isinstance(node, cst.ClassDef):
+            if isinstance(node, cst.ClassDef):
                 self._declare_fields(node)
             for child in node.children:
                 self.visit(child)

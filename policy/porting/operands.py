@@ -40,7 +40,7 @@ def is_float_array(project: Project, node: cst.CSTNode, depth: int = 8) -> bool:
     if isinstance(node, cst.Attribute):
         if is_self(node.value):
             return _made_by(project, node) in ("Param", "param", "param_with_axes")
-        return bool(dtypes.KEEPS_FLOATS.fullmatch(node.attr.value)) and inner(node.value)
+        return bool(re.fullmatch(dtypes.KEEPS_FLOATS, node.attr.value)) and inner(node.value)
     if isinstance(node, cst.Call):
         return _is_float_call(project, node, inner)
     return isinstance(node, cst.Name) and _is_float_name(project, node, inner)
@@ -65,14 +65,14 @@ def _is_float_call(
 ) -> bool:
     name, values = last_name(node.func), [arg.value for arg in node.args]
     imported, by_position = project.imported(node.func), not any(arg.keyword for arg in node.args)
-    keeps = dtypes.KEEPS_FLOATS.fullmatch(name) is not None
+    keeps = re.fullmatch(dtypes.KEEPS_FLOATS, name) is not None
     if name == "param_with_axes":
         return True
     if imported.startswith(("jax.", "flax.", "mpmodules.")):
         first = values[0] if values else None
         if by_position and len(values) <= dtypes.CREATORS.get(name, -1):
             return True
-        if dtypes.MAKES_FLOATS.fullmatch(name):
+        if re.fullmatch(dtypes.MAKES_FLOATS, name):
             return True
         if name == "full" and by_position:
             return len(values) == 2 and _is_float_number(project, values[1])

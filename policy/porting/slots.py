@@ -11,14 +11,7 @@ from policy.porting import dtypes
 from policy.porting.definitions import Project
 from policy.porting.dtypes import DATA, EXTERNAL, Slot
 from policy.porting.sources import ParsedFile
-from policy.porting.syntax import (
-    all_parameters,
-    index_of,
-    is_self,
-    keyword_of,
-    last_name,
-    nodes_of,
-)
+from policy.porting.syntax import all_parameters, index_of, is_self, keyword_of, last_name, nodes_of
 
 Slots = frozenset[Slot] | None  # of an expression; None if its value is no dtype
 

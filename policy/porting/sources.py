@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -160,7 +160,8 @@ class Elsewhere:
     def __init__(self, given: Sequence[Path]):
         own = {path.resolve() for path in given}
         self._given = {path.parent.name if path.stem == "__init__" else path.stem for path in own}
-        found = {file for path in own for file in _neighbours(path)}
+        roots = {_root(path) for path in own}
+        found = {file for folder, pattern in roots for file in folder.glob(pattern)}
         self._calls: dict[str, list[tuple[str, ast.Call]]] = {}
         self._bases: dict[str, str] = {}
         self._attributes: list[tuple[str, str, str]] = []
@@ -178,10 +179,9 @@ class Elsewhere:
         for node in nodes:
             place = f"{file.name}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Call):
-                callee = node.func
-                is_partial = ast.unparse(callee).endswith("partial") and node.args
-                called = node.args[0] if is_partial else callee
-                self._calls.setdefault(_last(called), []).append((place, node))
+                is_partial = _last(node.func).endswith("partial") and node.args
+                called = _last(node.args[0] if is_partial else node.func)
+                self._calls.setdefault(called, []).append((place, node))
             elif isinstance(node, ast.ImportFrom):
                 self._imports |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ClassDef):
@@ -231,11 +231,8 @@ def _last(node: ast.AST) -> str:
     return getattr(node, "attr", getattr(node, "id", ""))
 
 
-@functools.cache
-def _neighbours(file: Path) -> frozenset[Path]:
-    top = file.parent
-    if not (top / "__init__.py").exists():
-        return frozenset(top.glob("*.py"))
-    while (top.parent / "__init__.py").exists():
-        top = top.parent
-    return frozenset(top.rglob("*.py"))
+def _root(file: Path) -> tuple[Path, str]:
+    """Returns a file's folder, or the top one of its package, and the pattern of files there."""
+    inside = itertools.takewhile(lambda one: (one / "__init__.py").exists(), file.parents)
+    tops = list(inside)
+    return (tops[-1], "**/*.py") if tops else (file.parent, "*.py")
