@@ -251,25 +251,19 @@ class _Call:
         given = self._given(keyword, index)
         by_maker = is_decorated(flow.enclosing(arg, cst.FunctionDef), "classmethod")
         flow.passed |= given if by_maker else given - (slots or frozenset())
-        if given:
-            if not is_pure(arg.value):
-                text = f"`{flow.code(arg.value)}` is passed to it"
-                flow.keep(given, arg, text, chosen=True)
-                return False
-            if any(target.kind == "elsewhere" for target in self._targets):
-                self._block(arg, given)
-            else:
-                self._pass(arg, given)
-            return True
-        is_named = keyword is not None and flow.follows(keyword)
-        if slots is None:
-            self._poison(arg)
-        if slots is None or (not slots and not is_named):
+        if given and not is_pure(arg.value):
+            flow.keep(given, arg, f"`{flow.code(arg.value)}` is passed to it", chosen=True)
             return False
-        if flow.is_scale:
-            self._block(arg)
+        if not given and slots is None:
+            self._poison(arg)
+        if not given and not slots and (slots is None or not flow.follows(keyword or "")):
+            return False
+        if any(target.kind == "elsewhere" for target in self._targets) if given else flow.is_scale:
+            self._block(arg, given)
+        elif given:
+            self._pass(arg, given)
         else:
-            self._end(arg, index, slots)
+            self._end(arg, index, slots or frozenset())
         return True
 
     def _star(self, arg: cst.Arg, index: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import libcst as cst
@@ -13,6 +13,7 @@ from policy.porting.edits import Edits, is_pure
 from policy.porting.sources import Elsewhere, ParsedFile
 from policy.porting.syntax import all_parameters, fields, nodes_of, own_attributes, pairs, text_of
 
+_NAMED = (cst.FunctionDef, cst.ClassDef)
 Key = tuple[str, str]  # the path of a scope, and a name in it
 Unread = dict[Key, list[tuple[Any, cst.CSTNode]]]  # nodes that bind it, with those of their scopes
 
@@ -38,9 +39,7 @@ def unread(source: ParsedFile) -> Unread:
 
 def _path(source: ParsedFile, owner: cst.CSTNode | None) -> str:
     chain = [] if owner is None else [owner, *source.ancestors(owner)]
-    return ".".join(
-        one.name.value for one in chain if isinstance(one, (cst.FunctionDef, cst.ClassDef))
-    )
+    return ".".join(one.name.value for one in chain if isinstance(one, _NAMED))
 
 
 def unread_edits(
@@ -51,40 +50,38 @@ def unread_edits(
     Args:
       before: the names of each file that were unread before the port.
     """
-    edits = Edits()
-    for source, known in zip(sources, before, strict=True):
-        for key, places in unread(source).items():
-            if key not in known and not key[1].startswith("mpmodules"):
-                for owner, node in places:
-                    _delete(source, edits, elsewhere, owner, node, key[1])
-    return edits
+    return Edits.fromkeys(
+        gone
+        for source, known in zip(sources, before, strict=True)
+        for key, places in unread(source).items()
+        if key not in known and not key[1].startswith("mpmodules")
+        for owner, node in places
+        for gone in _deleted(source, elsewhere, owner, node, key[1])
+    )
 
 
-def _delete(
-    source: ParsedFile, edits: Edits, elsewhere: Elsewhere, owner: Any, node: cst.CSTNode, name: str
-) -> None:
-    in_function, in_class = (isinstance(owner, one) for one in (cst.FunctionDef, cst.ClassDef))
+def _deleted(
+    source: ParsedFile, elsewhere: Elsewhere, owner: Any, node: cst.CSTNode, name: str
+) -> Iterator[cst.CSTNode]:
+    """Yields what goes with a name that a node binds in a scope."""
+    in_function, in_class = (isinstance(owner, one) for one in _NAMED)
     is_imported = elsewhere.imports(name)
-    if isinstance(node, (cst.Import, cst.ImportFrom)) and not isinstance(
-        node.names, cst.ImportStar
-    ):
-        for alias in node.names:
+    if isinstance(node, (cst.Import, cst.ImportFrom)):
+        for alias in () if isinstance(node.names, cst.ImportStar) else node.names:
             if (alias.evaluated_alias or alias.evaluated_name.split(".")[0]) == name:
-                edits[alias] = None
-        if all(map(edits.removes, node.names)):
-            edits[source.parent(node)] = None
+                yield alias
     elif isinstance(node, cst.FunctionDef):
         is_own = in_function or "dtype" in name or name[0] == "_"
         if is_own and not in_class and not is_imported:
-            edits[node] = None
+            yield node
     elif isinstance(node, (cst.Assign, cst.AnnAssign)):  # of an attribute
         if isinstance(node.value, cst.Name):
-            edits[source.parent(node)] = None
+            yield source.parent(node)
     elif in_function or (not (in_class or is_imported) and "dtype" in name.lower()):
         statement = source.enclosing(node, cst.Assign, cst.AnnAssign)
         for target, value, places in pairs(statement):
             if target is node and is_pure(value):
-                edits.update(dict.fromkeys(places or (source.parent(statement),)))
+                yield from places or (source.parent(statement),)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -95,7 +92,7 @@ def _delete(
 def docstring_edits(source: ParsedFile, edits: Edits) -> Edits:
     """Adds the edits of docstrings to those of their arguments, fields and attributes."""
     for node in nodes_of(source.module):
-        if isinstance(node, (cst.FunctionDef, cst.ClassDef)) and node.body.body:
+        if isinstance(node, _NAMED) and node.body.body:
             names = {
                 name
                 for name, one in _described(node)

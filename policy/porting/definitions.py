@@ -11,14 +11,7 @@ import libcst as cst
 
 from policy.porting import dtypes
 from policy.porting.sources import Nodes, ParsedFile
-from policy.porting.syntax import (
-    bindings,
-    fields,
-    is_decorated,
-    last_name,
-    nodes_of,
-    own_attributes,
-)
+from policy.porting.syntax import fields, is_decorated, last_name, nodes_of, own_attributes, pairs
 
 
 class Definition:
@@ -93,6 +86,8 @@ class Project(Nodes):
         self.sources = sources
         self.nodes = [node for source in sources for node in nodes_of(source.module)]
         self.calls = [node for node in self.nodes if isinstance(node, cst.Call)]
+        stars = [(node, arg) for node in self.calls for arg in node.args if arg.star == "**"]
+        self._stars = [(node.func, last_name(arg.value)) for node, arg in stars]
         self.definitions: dict[str, list[Definition]] = {}
         self._values: dict[str, list[cst.BaseExpression]] = {}
         for node in self.nodes:
@@ -100,7 +95,7 @@ class Project(Nodes):
                 is_method = isinstance(self.parent(self.parent(node)), cst.ClassDef)
                 made = Definition(node, is_method)
                 self.definitions.setdefault(made.name, []).append(made)
-            for name, value in bindings(node):
+            for name, value in _bindings(node):
                 self._values.setdefault(name, []).append(value)
 
     def place(self, node: cst.CSTNode) -> str:
@@ -251,15 +246,11 @@ class Project(Nodes):
     @functools.cached_property
     def splatted(self) -> dict[str, cst.CSTNode]:
         """The names of callables that are called with ``**``, each with a call."""
-        calls = [node for node in self.calls if any(arg.star == "**" for arg in node.args)]
-        return {target.name: node for node in calls for target in self.targets(node.func)}
+        return {target.name: self.parent(f) for f, _ in self._stars for target in self.targets(f)}
 
     def unpacked(self, name: str) -> list[Callee]:
         """Returns the callables that are called with ``**name``."""
-        stars = [
-            (node, [last_name(a.value) for a in node.args if a.star == "**"]) for node in self.calls
-        ]
-        return [t for node, names in stars if name in names for t in self.targets(node.func)]
+        return [t for func, star in self._stars if star == name for t in self.targets(func)]
 
     def forwarded(self, target: Callee) -> list[Callee]:
         """Returns a callable, and those that get its ``**`` arguments, if it reads none itself."""
@@ -319,6 +310,15 @@ class Project(Nodes):
         made = self.targets(node.func, seen) if name not in seen else []
         returned = [v for t in made if t.definition is not None for v in t.definition.returned()]
         return [t for value in returned for t in self.targets(value, seen | {name})]
+
+
+def _bindings(node: cst.CSTNode) -> list[tuple[str, cst.BaseExpression]]:
+    """Returns names and the values that they get by an assignment, a default or a keyword."""
+    if isinstance(node, cst.Param) and node.default is not None:
+        return [(node.name.value, node.default)]
+    if isinstance(node, cst.Arg) and node.keyword is not None:
+        return [(node.keyword.value, node.value)]
+    return [(last_name(target), value) for target, value, _ in pairs(node)]
 
 
 def is_flax(imported: str) -> bool:

@@ -41,12 +41,10 @@ class Edits(dict[cst.CSTNode, Any]):
             return self.is_gone(node.body)
         if isinstance(node, (cst.IndentedBlock, cst.SimpleStatementLine)):
             return all(map(self.is_gone, node.body))
-        if isinstance(node, cst.Assign):
-            parts: Sequence[cst.CSTNode] = node.targets
-            if len(parts) == 1:
-                parts = [one for one, _ in elements(node.targets[0].target, node.value)]
-            return bool(parts) and all(part in self for part in parts)
-        return False
+        parts = getattr(node, "targets", getattr(node, "names", ()))
+        if isinstance(node, cst.Assign) and len(parts) == 1:
+            parts = [one for one, _ in elements(parts[0].target, node.value)]
+        return isinstance(parts, Sequence) and bool(parts) and all(part in self for part in parts)
 
     def text(self, module: cst.Module) -> str:
         return module.visit(_Editing(self)).code
@@ -187,9 +185,7 @@ def _speaks_of_dtypes(line: cst.EmptyLine) -> bool:
     return line.comment is not None and any(word in line.comment.value.lower() for word in words)
 
 
-def _joined(
-    waiting: Sequence[cst.EmptyLine], lines: Sequence[cst.EmptyLine]
-) -> list[cst.EmptyLine]:
+def _joined(waiting: list[Any], lines: Sequence[Any]) -> list[Any]:
     """Joins leading lines: of several blank lines that meet, the longest group stays."""
     blanks = [line for line in waiting if line.comment is None]
     comments = [line for line in waiting if line.comment is not None]

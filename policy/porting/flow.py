@@ -15,15 +15,7 @@ from policy.porting.dtypes import DATA, EXTERNAL, Slot
 from policy.porting.edits import Edits
 from policy.porting.slots import SlotReader
 from policy.porting.sources import Elsewhere, ParsedFile
-from policy.porting.syntax import (
-    assigned,
-    index_of,
-    is_self,
-    last_name,
-    nodes_of,
-    pairs,
-    text_of,
-)
+from policy.porting.syntax import assigned, index_of, is_self, last_name, nodes_of, pairs, text_of
 
 _SCALE = (
     'a loss scale is mixed_precision(tx, policy, loss_scale="dynamic") and '
@@ -97,16 +89,16 @@ class DtypeFlow(SlotReader):
         own += [
             self._note(use.node, use.note) for use in self._uses if use.note and self._goes(use)
         ]
-        splatted: dict[tuple[cst.CSTNode, str], list[str]] = {}
+        splatted: dict[tuple[cst.CSTNode, str, str], list[str]] = {}
         for slot in sorted(self._declared.keys() - self._kept.keys()):
             kind, owner, name = slot
-            if kind != "local" and (call := self.splatted.get(owner)):
-                splatted.setdefault((call, name), []).append(owner)
-            elif kind != "local" and (where := self.elsewhere.splatting(owner)):
-                text = f"`{name}` of {owner} goes: `**` of {where} should not hold it"
-                own.append(self._note(self._declared[slot][0], text))
-        for (node, name), owners in splatted.items():
-            text = f"`{name}` of {', '.join(owners)} goes: `**` should not hold it"
+            call, where = self.splatted.get(owner), ""
+            if call is None and (place := self.elsewhere.splatting(owner)):
+                call, where = self._declared[slot][0], f" of {place}"
+            if call is not None and kind != "local":
+                splatted.setdefault((call, name, where), []).append(owner)
+        for (node, name, where), owners in splatted.items():
+            text = f"`{name}` of {', '.join(owners)} goes: `**`{where} should not hold it"
             own.append(self._note(node, text))
         return own + self._notes
 
@@ -179,16 +171,15 @@ class DtypeFlow(SlotReader):
                 is_read = kind == "field" and not (is_module and slot in self.passed)
                 if is_read and (place := self.elsewhere.reading(name, is_module)):
                     keep(f"{place} reads it: port that file too")
+            is_argument = kind == "argument"
+            is_required = all(getattr(node, "default", 1) is None for node in places)
             if kind == "local" and self.elsewhere.imports(name):
                 keep("another file imports it: port that file too", True)
-            if kind != "argument":
-                continue
-            is_required = all(getattr(node, "default", 1) is None for node in places)
-            if slot not in self.passed and is_required:
+            if is_argument and slot not in self.passed and is_required:
                 keep(f"nothing in the given files calls {owner}", True)
-            if owner in self.values:
+            if is_argument and owner in self.values:
                 keep(f"{owner} is passed on as a function", True)
-            if re.fullmatch("__\\w+__|setup", owner):
+            if is_argument and re.fullmatch("__\\w+__|setup", owner):
                 keep(f"{owner} is called through its instances", True)
 
     # ----------------------------------------------------------------------------------------------
@@ -348,7 +339,8 @@ class DtypeFlow(SlotReader):
             text = f"`{self.code(parent)}` is {decided} now, as in float32"
             edit = (parent, lambda _: cst.Name(decided))
             if isinstance(branches := self.parent(parent), cst.IfExp):
-                edit = (branches, functools.partial(_chosen, name=_BRANCHES[decided]))
+                name = "body" if decided == "True" else "orelse"
+                edit = (branches, functools.partial(_chosen, name=name))
             self.use(node, edits=[edit], note=text)
             return
         statement = self.enclosing(node, cst.SimpleStatementLine, cst.If) or node
@@ -377,7 +369,6 @@ _OTHER_USES = {
     cst.FormattedStringExpression: "it is printed",
     cst.Element: "it is stored in a sequence",
 }
-_BRANCHES = {"True": "body", "False": "orelse"}
 
 
 def _chosen(updated: cst.IfExp, name: str) -> cst.BaseExpression:
@@ -391,12 +382,12 @@ def _chosen(updated: cst.IfExp, name: str) -> cst.BaseExpression:
 
 def _refuses(node: cst.If) -> bool:
     """Returns whether an `if` only raises, for another dtype than one that is named."""
-    statements = [one for line in node.body.body for one in getattr(line, "body", [line])]
-    test = node.test
-    differs = isinstance(test, cst.Comparison) and isinstance(
-        test.comparisons[0].operator, (cst.NotEqual, cst.NotIn)
-    )
-    return differs and node.orelse is None and isinstance(statements[-1], cst.Raise)
+    last, test = node.body.body[-1], node.test
+    last = last.body[-1] if isinstance(last, cst.SimpleStatementLine) else last
+    if node.orelse is not None or not isinstance(test, cst.Comparison):
+        return False
+    is_other = isinstance(test.comparisons[0].operator, (cst.NotEqual, cst.NotIn))
+    return is_other and isinstance(last, cst.Raise)
 
 
 def slot_text(slot: Slot) -> str:

@@ -11,9 +11,8 @@ from policy.porting import dtypes
 from policy.porting.definitions import Project
 from policy.porting.syntax import is_self, last_name, nodes_of, own_attributes
 
-_NO_FLOATS = re.compile(
-    "cache|image|pixel|token|mask|index|indices|ids|label|position|segment|bool", re.IGNORECASE
-)
+Test = Callable[[cst.CSTNode], bool]
+_NO_FLOATS = "(?i)cache|image|pixel|token|mask|index|indices|ids|label|position|segment|bool"
 # functions whose operands a policy takes in float32, and what may stand between
 _REDUCTIONS = ("mean", "var", "std", "softmax", "log_softmax", "logsumexp")
 _BETWEEN = ("square", "power")
@@ -60,9 +59,7 @@ def _made_by(project: Project, node: cst.Attribute) -> str:
     return last_name(values[-1].func) if values and isinstance(values[-1], cst.Call) else ""
 
 
-def _is_float_call(
-    project: Project, node: cst.Call, is_float: Callable[[cst.CSTNode], bool]
-) -> bool:
+def _is_float_call(project: Project, node: cst.Call, is_float: Test) -> bool:
     name, values = last_name(node.func), [arg.value for arg in node.args]
     imported, by_position = project.imported(node.func), not any(arg.keyword for arg in node.args)
     keeps = re.fullmatch(dtypes.KEEPS_FLOATS, name) is not None
@@ -123,9 +120,7 @@ def _is_module_field(project: Project, node: cst.BaseExpression) -> bool:
     return bool(found) and all(last_name(one).endswith("Module") for one in found)
 
 
-def _is_float_name(
-    project: Project, node: cst.Name, is_float: Callable[[cst.CSTNode], bool]
-) -> bool:
+def _is_float_name(project: Project, node: cst.Name, is_float: Test) -> bool:
     """Looks at the assignments before a use, back to one that is always executed."""
     bound = [a.node for a in project.assignments(node)]
     line, above = project.line(node), set(project.ancestors(node))
@@ -174,7 +169,7 @@ def may_be_integer(project: Project, node: cst.CSTNode) -> bool:
         array = one
         if isinstance(one, cst.Attribute) and one.attr.value == "dtype":
             array = one.value
-        if _NO_FLOATS.search(project.code(one)) and not is_float_array(project, array):
+        if re.search(_NO_FLOATS, project.code(one)) and not is_float_array(project, array):
             return True
     return False
 
@@ -211,7 +206,7 @@ def is_promoted(project: Project, node: cst.CSTNode) -> bool:
     return _all_uses(project, node, lambda use: is_promoted(project, use))
 
 
-def _all_uses(project: Project, node: cst.CSTNode, holds: Callable[[cst.CSTNode], bool]) -> bool:
+def _all_uses(project: Project, node: cst.CSTNode, holds: Test) -> bool:
     """Returns whether a value is assigned to a variable all of whose uses hold a condition."""
     parent = project.parent(node)
     if not isinstance(parent, cst.Assign) or not isinstance(parent.targets[0].target, cst.Name):

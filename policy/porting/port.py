@@ -104,11 +104,9 @@ def _with_text(source: ParsedFile, text: str) -> ParsedFile:
         return source
     before, after = source.text.splitlines(), text.splitlines()
     lines = [1] * (len(after) + 2)
-    last = 1
     for tag, i, _, j, j_end in _matched(before, after).get_opcodes():
         for k in range(j, j_end):
-            last = source.lines[min(i + (k - j if tag == "equal" else 0), len(before) - 1)]
-            lines[k] = last
+            lines[k] = source.lines[min(i + (k - j if tag == "equal" else 0), len(before) - 1)]
     try:
         return ParsedFile(source.path, text, lines)
     except PortError as error:

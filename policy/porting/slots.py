@@ -163,8 +163,6 @@ class SlotReader(Project):
             return self.slots_or_none(values[1], depth - 1)
         if name == "get" and values and isinstance(values[0], cst.SimpleString):
             return self._of_key(values[0])
-        is_known = self.follows(name) and name != "promote_dtype"
-        is_known = is_known and not isinstance(node.func, cst.Call)
-        return (
-            frozenset() if is_known and not any(self.slots(v, depth - 1) for v in values) else None
-        )
+        if isinstance(node.func, cst.Call) or not self.follows(name) or name == "promote_dtype":
+            return None
+        return None if any(self.slots(value, depth - 1) for value in values) else frozenset()

@@ -51,18 +51,18 @@ def assigned(statement: cst.CSTNode) -> list[cst.BaseExpression]:
     return [statement.target] if isinstance(statement, cst.AnnAssign) else []
 
 
-def elements(
-    target: cst.BaseExpression, value: cst.BaseExpression
-) -> list[tuple[cst.BaseElement, cst.BaseElement]]:
+Pairs = list[tuple[cst.BaseElement, cst.BaseElement]]
+Binding = tuple[cst.BaseExpression, cst.BaseExpression, tuple[cst.CSTNode, ...]]
+
+
+def elements(target: cst.BaseExpression, value: cst.BaseExpression) -> Pairs:
     """Returns the pairs of ``a, b = c, d``; none of another assignment."""
     sides = [side.elements for side in (target, value) if isinstance(side, cst.Tuple)]
     is_paired = len(sides) == 2 and len(sides[0]) == len(sides[1])
     return list(zip(*sides, strict=True)) if is_paired else []
 
 
-def pairs(
-    statement: cst.CSTNode | None,
-) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression, tuple[cst.CSTNode, ...]]]:
+def pairs(statement: cst.CSTNode | None) -> Iterator[Binding]:
     """Yields targets, their values, and the nodes to remove with them in place of the statement."""
     if isinstance(statement, cst.AnnAssign) and statement.value is not None:
         yield statement.target, statement.value, ()
@@ -73,15 +73,6 @@ def pairs(
                 alone = len(statement.targets) == 1
                 yield part.target, statement.value, () if alone else (part,)
             yield from ((one.value, value.value, (one, value)) for one, value in both)
-
-
-def bindings(node: cst.CSTNode) -> Iterator[tuple[str, cst.BaseExpression]]:
-    """Yields names and the values that they get by an assignment, a default or a keyword."""
-    if isinstance(node, cst.Param) and node.default is not None:
-        yield node.name.value, node.default
-    elif isinstance(node, cst.Arg) and node.keyword is not None:
-        yield node.keyword.value, node.value
-    yield from ((last_name(target), value) for target, value, _ in pairs(node))
 
 
 # --------------------------------------------------------------------------------------------------
