@@ -118,7 +118,7 @@ def _is_needless(
     )
 
 
-def _put_float32(flow: DtypeFlow, dtype: cst.CSTNode, note: str | None = None) -> None:
+def _put_float32(flow: DtypeFlow, dtype: cst.CSTNode, note: str = "") -> None:
     """Puts float32 in the place of a dtype, by the name that the file imports `jax.numpy` by."""
     module = flow.name_of("jax.numpy", dtype)
     if module is None:
@@ -258,7 +258,8 @@ class _Call:
             self._poison(arg)
         if not given and not slots and (slots is None or not flow.follows(keyword or "")):
             return False
-        if any(target.kind == "elsewhere" for target in self._targets) if given else flow.is_scale:
+        is_unknown = any(target.kind == "elsewhere" for target in self._targets)
+        if is_unknown if given else flow.is_scale:
             self._block(arg, given)
         elif given:
             self._pass(arg, given)
@@ -368,7 +369,7 @@ class _Call:
             where = flow.code(flow.enclosing(self._node, cst.SimpleStatementLine) or self._node)
             named = f"{where} {flow.around(self._node, cst.FunctionDef, cst.ClassDef)}".lower()
             is_cache = name in ("zeros", "empty") and "cache" in named
-            flow.use(arg.value, edits=[(arg, None)], note=_CACHE if is_cache else None)
+            flow.use(arg.value, edits=[(arg, None)], note=_CACHE if is_cache else "")
 
     def _block(self, arg: cst.Arg, given: Iterable[Slot] = ()) -> None:
         """Keeps a dtype that is passed to a function that is not given, and those `given` to."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import libcst as cst
@@ -11,7 +11,7 @@ import libcst as cst
 from policy.porting import dtypes
 from policy.porting.edits import Edits, is_pure
 from policy.porting.sources import Elsewhere, ParsedFile
-from policy.porting.syntax import all_parameters, fields, nodes_of, own_attributes, pairs, text_of
+from policy.porting.syntax import declared, nodes_of, own_attributes, pairs, text_of
 
 _NAMED = (cst.FunctionDef, cst.ClassDef)
 Key = tuple[str, str]  # the path of a scope, and a name in it
@@ -89,28 +89,20 @@ def _deleted(
 # --------------------------------------------------------------------------------------------------
 
 
-def docstring_edits(source: ParsedFile, edits: Edits) -> Edits:
+def docstring_edits(nodes: Iterable[cst.CSTNode], edits: Edits) -> Edits:
     """Adds the edits of docstrings to those of their arguments, fields and attributes."""
-    for node in nodes_of(source.module):
+    for node in nodes:
         if isinstance(node, _NAMED) and node.body.body:
             names = {
                 name
-                for name, one in _described(node)
-                if (edits.removes(one) and dtypes.DTYPE_NAME.search(name))
-                or dtypes.SCALE_NAME.search(name)
+                for name, one in declared(node)
+                if (edits.removes(one) and re.search(dtypes.DTYPE_NAME, name))
+                or re.search(dtypes.SCALE_NAME, name)
             }
             text = text_of(node.body.body[0])
             if text is not None and names:
                 edits[text] = lambda updated, names=names: _without(updated, names)
     return edits
-
-
-def _described(node: cst.FunctionDef | cst.ClassDef) -> list[tuple[str, cst.CSTNode]]:
-    if isinstance(node, cst.FunctionDef):
-        return [(param.name.value, param) for param in all_parameters(node)]
-    functions = [one for one in node.body.body if isinstance(one, cst.FunctionDef)]
-    inits = [one for one in functions if one.name.value == "__init__"]
-    return [*fields(node), *(pair for init in inits for pair in _described(init))]
 
 
 _HEADER = re.compile(r"\s*(Args|Arguments|Attributes|Parameters|Fields):\s*")

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from policy.porting import dtypes
+from policy.porting import dtypes, syntax
 from policy.porting.sources import Nodes, ParsedFile
-from policy.porting.syntax import fields, is_decorated, last_name, nodes_of, own_attributes, pairs
+from policy.porting.syntax import last_name, nodes_of
 
 
 class Definition:
@@ -27,30 +27,20 @@ class Definition:
 
     def __init__(self, node: cst.FunctionDef | cst.ClassDef, is_method: bool):
         self.node, self.name, self.is_method = node, node.name.value, is_method
-        self.init = node if isinstance(node, cst.FunctionDef) else None
+        self.is_class, self.init = isinstance(node, cst.ClassDef), syntax.init_of(node)
+        skipped = int(
+            self.is_class or (is_method and not syntax.is_decorated(node, "staticmethod"))
+        )
+        params = syntax.all_parameters(self.init)[skipped:] if self.init is not None else []
+        self.parameters: dict[str, cst.CSTNode] = {param.name.value: param for param in params}
         self.bases: list[cst.BaseExpression] = []
-        self.parameters: dict[str, cst.CSTNode] = {}
+        self.attributes: set[str] = set()
         if isinstance(node, cst.ClassDef):
-            for one in node.body.body:
-                if isinstance(one, cst.FunctionDef) and one.name.value == "__init__":
-                    self.init = one
             self.bases = [base.value for base in node.bases]
-            self.parameters |= {} if self.init else dict(fields(node))
-        self.positional = list(self.parameters)
-        if self.init is not None:
-            given = self.init.params
-            is_bound = is_method and not is_decorated(node, "staticmethod")
-            positional = [*given.posonly_params, *given.params]
-            params = [*positional, *given.kwonly_params][int(self.is_class) :]
-            self.parameters = {param.name.value: param for param in params}
-            names = [param.name.value for param in positional]
-            self.positional = names[int(self.is_class or is_bound) :]
-        own = own_attributes(node) if isinstance(node, cst.ClassDef) else []
-        self.attributes = {*self.parameters, *(name for name, _ in own)} if self.is_class else set()
-
-    @property
-    def is_class(self) -> bool:
-        return isinstance(self.node, cst.ClassDef)
+            self.parameters |= {} if self.init else syntax.fields(node)
+            self.attributes = {*self.parameters, *(name for name, _ in syntax.own_attributes(node))}
+        named = self.init.params.kwonly_params if self.init is not None else ()
+        self.positional = list(self.parameters)[: len(self.parameters) - len(named)]
 
     def returned(self) -> list[cst.BaseExpression]:
         """Returns the values that a function returns; none of a class."""
@@ -318,7 +308,7 @@ def _bindings(node: cst.CSTNode) -> list[tuple[str, cst.BaseExpression]]:
         return [(node.name.value, node.default)]
     if isinstance(node, cst.Arg) and node.keyword is not None:
         return [(node.keyword.value, node.value)]
-    return [(last_name(target), value) for target, value, _ in pairs(node)]
+    return [(last_name(target), value) for target, value, _ in syntax.pairs(node)]
 
 
 def is_flax(imported: str) -> bool:

@@ -9,8 +9,8 @@ Slot = tuple[str, str, str]
 DATA: Slot = ("data", "", "")  # the dtype of an array
 EXTERNAL: Slot = ("external", "", "")  # an attribute of a configuration that is not given
 
-DTYPE_NAME = re.compile(r"(^|_)([a-z]?dtype|DTYPE)(_(?!policy)|$)")
-SCALE_NAME = re.compile(r"(^|_)dynamic_scale$")
+DTYPE_NAME = r"(^|_)([a-z]?dtype|DTYPE)(_(?!policy)|$)"
+SCALE_NAME = r"(^|_)dynamic_scale$"
 CONFIGS = re.compile(r"(^|_)(cfg|config|conf|hps|hparams|args|flags|model|module|options)$", re.I)
 
 

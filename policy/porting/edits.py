@@ -103,9 +103,7 @@ class _Editing(cst.CSTTransformer):
         return found
 
     def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: Any) -> Any:
-        given = updated_node.params
-        parts = (given.params, given.kwonly_params, given.posonly_params)
-        if original_node.params.children and not any(parts) and not given.children:
+        if original_node.params.children and not updated_node.params.children:
             return updated_node.with_changes(whitespace_before_params=_NOTHING)
         return updated_node
 
@@ -139,12 +137,9 @@ class _Editing(cst.CSTTransformer):
         for old, new in zip(before, after, strict=True):
             change, lines = self._edits.get(old), getattr(new, "leading_lines", ())
             if isinstance(change, tuple) and change[1] is not None:
-                branch = [n for n in nodes_of(new) if isinstance(n, cst.IndentedBlock)]
-                inlined = list((branch[0] if change[1] is old.body else new.orelse.body).body)
-                first: Any = inlined[0]
+                first, *rest = (new if change[1] is old.body else new.orelse).body.body
                 joined = [*lines, *first.leading_lines]
-                inlined[0] = first.with_changes(leading_lines=joined)
-                found += inlined
+                found += [first.with_changes(leading_lines=joined), *rest]
             elif self._edits.is_gone(old):
                 waiting += [line for line in lines if not _speaks_of_dtypes(line)]
             else:
@@ -173,11 +168,9 @@ def _closed(element: Any, removed: Any, is_last: bool) -> Any:
         return element.with_changes(comma=element.comma.with_changes(whitespace_after=after))
     if not is_last:
         return element
-    element = element.with_changes(comma=cst.MaybeSentinel.DEFAULT)
-    for name in ("whitespace_after_arg", "whitespace_after_param"):
-        if hasattr(removed, name):
-            return element.with_changes(**{name: getattr(removed, name)})
-    return element
+    spaces = [n for n in ("whitespace_after_arg", "whitespace_after_param") if hasattr(removed, n)]
+    changes = {name: getattr(removed, name) for name in spaces}
+    return element.with_changes(comma=cst.MaybeSentinel.DEFAULT, **changes)
 
 
 def _speaks_of_dtypes(line: cst.EmptyLine) -> bool:

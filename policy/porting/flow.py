@@ -30,7 +30,7 @@ class Use:
     Attributes:
       flows: the slots that it is passed to.
       edits: deletes it, if all slots of `flows` go.
-      reason: why it stays; None if it may go.
+      reason: why it stays; "" if it may go.
       note: what a reader should know of if it goes.
     """
 
@@ -38,8 +38,8 @@ class Use:
     slots: frozenset[Slot]
     flows: frozenset[Slot] = frozenset()
     edits: tuple[tuple[cst.CSTNode, object], ...] = ()
-    reason: str | None = None
-    note: str | None = None
+    reason: str = ""
+    note: str = ""
 
 
 class DtypeFlow(SlotReader):
@@ -51,9 +51,7 @@ class DtypeFlow(SlotReader):
       pattern: of the names of fields, parameters and variables to follow.
     """
 
-    def __init__(
-        self, sources: Sequence[ParsedFile], elsewhere: Elsewhere, pattern: re.Pattern[str]
-    ):
+    def __init__(self, sources: Sequence[ParsedFile], elsewhere: Elsewhere, pattern: str):
         super().__init__(sources, pattern)
         self.elsewhere = elsewhere
         self.passed: set[Slot] = set()  # that calls in the given files pass
@@ -79,16 +77,13 @@ class DtypeFlow(SlotReader):
         return edits
 
     def _goes(self, use: Use) -> bool:
-        return use.reason is None and not (
-            use.slots & self._chosen or use.flows & self._kept.keys()
-        )
+        stays = use.slots & self._chosen or use.flows & self._kept.keys()
+        return not use.reason and not stays
 
     def notes(self) -> list[str]:
         """Returns the notes on slots that stay, and on other lines."""
         own = [note for slot, note in self._kept.items() if slot in self._declared]
-        own += [
-            self._note(use.node, use.note) for use in self._uses if use.note and self._goes(use)
-        ]
+        own += [self._note(u.node, u.note) for u in self._uses if u.note and self._goes(u)]
         splatted: dict[tuple[cst.CSTNode, str, str], list[str]] = {}
         for slot in sorted(self._declared.keys() - self._kept.keys()):
             kind, owner, name = slot
@@ -134,13 +129,11 @@ class DtypeFlow(SlotReader):
         return "softmax" in slot[2] and bool(chosen) and all(c == {"float32"} for c in chosen)
 
     def _settle_use(self, use: Use) -> bool:
-        if use.reason is not None:
+        if use.reason:
             return self.keep(use.slots, use.node, use.reason)
-        stays = next((flow for flow in use.flows if flow in self._kept), None)
-        changed = False
-        if stays is not None:
-            text = f"it reaches {slot_text(stays)}, which stays"
-            changed = self.keep(use.slots | use.flows, use.node, text)
+        stays = next((slot for slot in use.flows if slot in self._kept), None)
+        text = f"it reaches {slot_text(stays)}, which stays" if stays else ""
+        changed = stays is not None and self.keep(use.slots | use.flows, use.node, text)
         if use.slots & self._chosen and not use.flows <= self._chosen:
             text = f"{slot_text(min(use.slots & self._chosen))} is passed to it"
             self.keep(use.flows, use.node, text, chosen=True)
@@ -217,7 +210,7 @@ class DtypeFlow(SlotReader):
         self, target: cst.BaseExpression, value: cst.BaseExpression
     ) -> tuple[Slot | None, str | None]:
         """Returns the slot that an assignment gives a dtype to, and why the dtype stays."""
-        known = self.slots_or_none(value)
+        known = self.slots(value)
         if isinstance(target, cst.Subscript) and known is not None:
             key = str(getattr(index_of(target), "raw_value", ""))
             text = f"it is stored in `{self.code(target)}`"
@@ -245,10 +238,10 @@ class DtypeFlow(SlotReader):
         node: cst.CSTNode,
         flows: Iterable[Slot] = (),
         edits: Iterable[tuple[cst.CSTNode, object]] = (),
-        reason: str | None = None,
-        note: str | None = None,
+        reason: str = "",
+        note: str = "",
     ) -> None:
-        known, flows = self.slots_or_none(node), frozenset(flows)
+        known, flows = self.slots(node), frozenset(flows)
         slots = (known or frozenset()) - {DATA, EXTERNAL}
         chosen = self.constants(node) if flows else set()
         is_named = known is not None or self.follows(last_name(node))

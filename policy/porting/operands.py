@@ -67,9 +67,8 @@ def _is_float_call(project: Project, node: cst.Call, is_float: Test) -> bool:
         return True
     if imported.startswith(("jax.", "flax.", "mpmodules.")):
         first = values[0] if values else None
-        if by_position and len(values) <= dtypes.CREATORS.get(name, -1):
-            return True
-        if re.fullmatch(dtypes.MAKES_FLOATS, name):
+        is_default = by_position and len(values) <= dtypes.CREATORS.get(name, -1)
+        if is_default or re.fullmatch(dtypes.MAKES_FLOATS, name):
             return True
         if name == "full" and by_position:
             return len(values) == 2 and _is_float_number(project, values[1])
@@ -80,11 +79,10 @@ def _is_float_call(project: Project, node: cst.Call, is_float: Test) -> bool:
         return first is not None and keeps and is_float(first)
     if isinstance(node.func, cst.Attribute):
         base = node.func.value
-        if is_self(base) and name == "param":
-            return True
         if name in ("mean", "std", "var") and not values:
             return is_float(base)
-        if name == "astype" and dtypes.constant(project.imported(values[0])) in dtypes.FLOATS:
+        given = dtypes.constant(project.imported(values[0])) if name == "astype" else None
+        if given in dtypes.FLOATS or (name == "param" and is_self(base)):
             return True
         if keeps and is_float(base):
             return True
@@ -93,8 +91,8 @@ def _is_float_call(project: Project, node: cst.Call, is_float: Test) -> bool:
         return bool(project.targets(maker)) and "mask" not in last_name(maker)
     if imported:
         return False
-    if given := project.definitions.get(name):
-        returned = [value for one in given for value in one.returned()]
+    if project.definitions.get(name):
+        returned = [value for one in project.definitions[name] for value in one.returned()]
         return bool(returned) and all(map(is_float, returned))
     return project.is_module(name) or _is_module_field(project, node.func)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Sequence
 
 import libcst as cst
@@ -64,10 +65,9 @@ def port(names: Sequence[str]) -> tuple[list[Ported], list[str]]:
     for pattern in (dtypes.SCALE_NAME, dtypes.DTYPE_NAME):
         flow = DtypeFlow(sources, elsewhere, pattern)
         notes += flow.notes()
-        edits = flow.edits()
-        sources = [_edited(source, docstring_edits(source, edits)) for source in sources]
+        sources = _edited(sources, docstring_edits(flow.nodes, flow.edits()))
     while edits := unread_edits(sources, before, elsewhere):
-        sources = [_edited(source, edits) for source in sources]
+        sources = _edited(sources, edits)
     for source, old in zip(sources, given, strict=True):
         if missing := _unbound(source) - _unbound(old):
             lost = ", ".join(sorted(missing))
@@ -89,13 +89,13 @@ def _unbound(source: ParsedFile) -> set[str]:
     for node in project.nodes:
         name, owner = last_name(node), source.class_of(node)
         is_own = isinstance(node, cst.Attribute) and is_self(node.value)
-        if is_own and dtypes.DTYPE_NAME.search(name) and project.owner(owner, name) is None:
+        if is_own and re.search(dtypes.DTYPE_NAME, name) and project.owner(owner, name) is None:
             names.add(f"self.{name} of {owner}")
     return names
 
 
-def _edited(source: ParsedFile, edits: Edits) -> ParsedFile:
-    return _with_text(source, edits.text(source.module))
+def _edited(sources: Sequence[ParsedFile], edits: Edits) -> list[ParsedFile]:
+    return [_with_text(source, edits.text(source.module)) for source in sources]
 
 
 def _with_text(source: ParsedFile, text: str) -> ParsedFile:

@@ -24,12 +24,12 @@ class SlotReader(Project):
       pattern: of the names of fields, parameters and variables to follow.
     """
 
-    def __init__(self, sources: Sequence[ParsedFile], pattern: re.Pattern[str]):
+    def __init__(self, sources: Sequence[ParsedFile], pattern: str):
         super().__init__(sources)
-        self._pattern, self.is_scale = pattern, pattern is dtypes.SCALE_NAME
+        self._pattern, self.is_scale = pattern, pattern == dtypes.SCALE_NAME
 
     def follows(self, name: str) -> bool:
-        return bool(self._pattern.search(name))
+        return bool(re.search(self._pattern, name))
 
     def constants(self, node: cst.CSTNode) -> set[str]:
         """Returns the names of constant dtypes in an expression."""
@@ -41,12 +41,12 @@ class SlotReader(Project):
     def slots(self, node: cst.CSTNode, depth: int = 6) -> Slots:
         """Returns the slots that an expression reads if its value is a dtype, or None.
 
-        Of a constant there are none.
+        Of a constant, and of None, there are none.
         """
         if depth == 0:
             return None
         if isinstance(node, cst.Name):
-            return self.of_name(node, depth)
+            return frozenset() if node.value == "None" else self.of_name(node, depth)
         if isinstance(node, cst.Attribute):
             return self._of_attribute(node)
         if isinstance(node, cst.Call):
@@ -62,17 +62,13 @@ class SlotReader(Project):
             return self._of_key(inner)
         return None if inner is None else self.slots(inner, depth - 1)
 
-    def slots_or_none(self, node: cst.CSTNode, depth: int = 6) -> Slots:
-        is_none = isinstance(node, cst.Name) and node.value == "None"
-        return frozenset() if is_none else self.slots(node, depth)
-
     def followed(self, node: cst.CSTNode) -> frozenset[Slot]:
         """Returns the slots of an expression that are in the given files."""
         return (self.slots(node) or frozenset()) - {DATA, EXTERNAL}
 
     def _of_parts(self, parts: Iterable[cst.CSTNode], depth: int) -> Slots:
         """Returns the slots of all parts, or None if one is no dtype."""
-        found = [self.slots_or_none(part, depth - 1) for part in parts]
+        found = [self.slots(part, depth - 1) for part in parts]
         known = [slots for slots in found if slots is not None]
         return frozenset[Slot]().union(*known) if len(known) == len(found) else None
 
@@ -95,7 +91,7 @@ class SlotReader(Project):
                 return frozenset([EXTERNAL]) if known else None
             elif not is_parameter:
                 value = self.value_of(one)
-                inner = None if value is None else self.slots_or_none(value, depth - 1)
+                inner = None if value is None else self.slots(value, depth - 1)
                 if inner is None or not (self.follows(node.value) or inner):
                     return None
                 found.add(DATA if inner == {DATA} else self.local(one))
@@ -156,11 +152,11 @@ class SlotReader(Project):
             return frozenset([DATA]) if found is None and self.imported(node.func) else found
         if name == "field":
             defaults = [arg.value for arg in node.args if keyword_of(arg) == "default"]
-            return self.slots_or_none(defaults[0], depth - 1) if defaults else None
+            return self.slots(defaults[0], depth - 1) if defaults else None
         if name == "next" and values and isinstance(values[0], cst.GeneratorExp):
             return self.slots(values[0].elt, depth - 1)
         if name == "getattr" and len(values) > 1 and self.imported(values[0]):
-            return self.slots_or_none(values[1], depth - 1)
+            return self.slots(values[1], depth - 1)
         if name == "get" and values and isinstance(values[0], cst.SimpleString):
             return self._of_key(values[0])
         if isinstance(node.func, cst.Call) or not self.follows(name) or name == "promote_dtype":

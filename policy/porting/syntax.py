@@ -89,6 +89,13 @@ def keyword_of(arg: cst.Arg) -> str | None:
     return arg.keyword.value if arg.keyword is not None else None
 
 
+def init_of(node: cst.FunctionDef | cst.ClassDef) -> cst.FunctionDef | None:
+    """Returns a function itself, or the `__init__` of a class, or None."""
+    found = [one for one in node.body.body if isinstance(one, cst.FunctionDef)]
+    inits = [one for one in found if one.name.value == "__init__"]
+    return node if isinstance(node, cst.FunctionDef) else inits[-1] if inits else None
+
+
 def is_decorated(node: cst.CSTNode | None, name: str) -> bool:
     return any(last_name(d.decorator) == name for d in getattr(node, "decorators", ()))
 
@@ -106,3 +113,10 @@ def fields(node: cst.ClassDef) -> list[tuple[str, cst.SimpleStatementLine]]:
     lines = [line for line in node.body.body if isinstance(line, cst.SimpleStatementLine)]
     marked = [(one.body[0].target, one) for one in lines if isinstance(one.body[0], cst.AnnAssign)]
     return [(target.value, line) for target, line in marked if isinstance(target, cst.Name)]
+
+
+def declared(node: cst.FunctionDef | cst.ClassDef) -> list[tuple[str, cst.CSTNode]]:
+    """Returns the parameters of a function or of `__init__`, and fields, with their nodes."""
+    init, own = init_of(node), fields(node) if isinstance(node, cst.ClassDef) else []
+    params = all_parameters(init) if init is not None else []
+    return [*own, *((param.name.value, param) for param in params)]
