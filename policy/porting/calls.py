@@ -13,7 +13,7 @@ import libcst as cst
 from policy.porting import dtypes, operands
 from policy.porting.definitions import Callee, Definition
 from policy.porting.dtypes import DATA, Slot
-from policy.porting.edits import is_pure
+from policy.porting.edits import Edit, is_pure
 from policy.porting.syntax import assigned, is_decorated, keyword_of, last_name, nodes_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def read_dict(flow: DtypeFlow, node: cst.Dict) -> bool:
         key = getattr(getattr(element, "key", None), "raw_value", "")
         if flow.follows(key) and flow.slots(element.value) is not None:
             given = [flow.field(t.name, key) for t in targets if t.is_class]
-            flow.use(element.value, flows=given, edits=[(element, None)])
+            flow.use(element.value, flows=given, change=(element, None))
         else:
             flow.visit(element.value)
     return True
@@ -92,7 +92,7 @@ def _read_cast(flow: DtypeFlow, node: cst.Call) -> bool:
     elif followed or (
         _is_needless(flow, node, dtype, operand, is_float) and not _is_branch(flow, node, operand)
     ):
-        flow.use(dtype, edits=[_without_cast(flow, node, operand)])
+        flow.use(dtype, change=_without_cast(flow, node, operand))
     elif not slots and not flow.is_scale:
         _note_cast(flow, node, flow.constants(dtype))
     return True
@@ -122,10 +122,10 @@ def _put_float32(flow: DtypeFlow, dtype: cst.CSTNode, note: str = "") -> None:
     """Puts float32 in the place of a dtype, by the name that the file imports `jax.numpy` by."""
     module = flow.name_of("jax.numpy", dtype)
     if module is None:
-        flow.use(dtype, reason="the file doesn't import jax.numpy")
+        flow.use(dtype, change="the file doesn't import jax.numpy")
     else:
         value = cst.parse_expression(f"{module}.float32")
-        flow.use(dtype, edits=[(dtype, lambda _: value)], note=note)
+        flow.use(dtype, change=(dtype, lambda _: value), note=note)
 
 
 def _mapped(flow: DtypeFlow, node: cst.Call, operand: cst.CSTNode) -> cst.BaseExpression | None:
@@ -138,9 +138,7 @@ def _mapped(flow: DtypeFlow, node: cst.Call, operand: cst.CSTNode) -> cst.BaseEx
     return call.args[1].value if is_map and names == [operand.value] else None
 
 
-def _without_cast(
-    flow: DtypeFlow, node: cst.Call, operand: cst.CSTNode
-) -> tuple[cst.CSTNode, object]:
+def _without_cast(flow: DtypeFlow, node: cst.Call, operand: cst.CSTNode) -> Edit:
     """Returns the edit that puts an operand in the place of its cast."""
     statement = flow.parent(node)
     if _assigns_itself(flow, statement, operand):
@@ -316,7 +314,7 @@ class _Call:
         if is_constant and flow.class_of(self._node):
             same = f'dtype_policy="float32" on {self._name} says the same'
             flow.keep(given, arg, f"`{flow.code(arg)}` is a choice: {same}", chosen=True)
-        flow.use(arg.value, flows=given, edits=[(arg, None)])
+        flow.use(arg.value, flows=given, change=(arg, None))
 
     def _end(self, arg: cst.Arg, index: int, slots: frozenset[Slot]) -> None:
         """Reads an argument of a function that is not given."""
@@ -335,9 +333,9 @@ class _Call:
                 self._note_layer(arg)
             elif keyword == "dtype" and any("router" in last_name(one) for one in targets):
                 text = "a router stays in float32 for its choice of experts"
-                flow.use(arg.value, edits=[(arg, _in_float32)], note=text)
+                flow.use(arg.value, change=(arg, _in_float32), note=text)
             elif keyword is not None or is_last:
-                flow.use(arg.value, edits=[(arg, None)])
+                flow.use(arg.value, change=(arg, None))
             elif slots - {DATA}:
                 _put_float32(flow, arg.value)
         elif not slots - {DATA}:
@@ -346,7 +344,7 @@ class _Call:
                 flow.note(arg, _BUFFER)
             self._poison(arg)
         elif keyword in dtypes.RESULT_OPTIONS:
-            flow.use(arg.value, edits=[(arg, None)])
+            flow.use(arg.value, change=(arg, None))
         elif imported.startswith("jax.") or "array" in kinds or name in dtypes.CREATORS:
             self._array(arg, index, is_last, imported)
         else:
@@ -369,7 +367,7 @@ class _Call:
             where = flow.code(flow.enclosing(self._node, cst.SimpleStatementLine) or self._node)
             named = f"{where} {flow.around(self._node, cst.FunctionDef, cst.ClassDef)}".lower()
             is_cache = name in ("zeros", "empty") and "cache" in named
-            flow.use(arg.value, edits=[(arg, None)], note=_CACHE if is_cache else "")
+            flow.use(arg.value, change=(arg, None), note=_CACHE if is_cache else "")
 
     def _block(self, arg: cst.Arg, given: Iterable[Slot] = ()) -> None:
         """Keeps a dtype that is passed to a function that is not given, and those `given` to."""
@@ -379,7 +377,7 @@ class _Call:
         if self._targets and all(target.kind == "given" for target in self._targets):
             what = "a base of" if self._is_class() else "the `**` arguments of"
             reason = f"it reaches {what} `{function}`"
-        flow.use(arg.value, reason=reason)
+        flow.use(arg.value, change=reason)
         flow.keep(given, arg, reason, chosen=True)
         if not given:
             self._poison(arg)

@@ -93,13 +93,9 @@ def docstring_edits(nodes: Iterable[cst.CSTNode], edits: Edits) -> Edits:
     """Adds the edits of docstrings to those of their arguments, fields and attributes."""
     for node in nodes:
         if isinstance(node, _NAMED) and node.body.body:
-            names = {
-                name
-                for name, one in declared(node)
-                if (edits.removes(one) and re.search(dtypes.DTYPE_NAME, name))
-                or re.search(dtypes.SCALE_NAME, name)
-            }
-            text = text_of(node.body.body[0])
+            own, text = declared(node), text_of(node.body.body[0])
+            names = {n for n, one in own if edits.removes(one) and re.search(dtypes.DTYPE_NAME, n)}
+            names |= {name for name, _ in own if re.search(dtypes.SCALE_NAME, name)}
             if text is not None and names:
                 edits[text] = lambda updated, names=names: _without(updated, names)
     return edits
@@ -119,13 +115,12 @@ def _without(text: cst.SimpleString, names: set[str]) -> cst.SimpleString:
         own = len(line) - len(line.lstrip())
         if indent is not None and line.strip(" \"'") and own > indent:
             continue
-        indent = None
-        if found := entry.match(line):
-            indent = len(found[1])
-            if line.rstrip().endswith(text.quote):
-                lines.append(found[1] + text.quote)
-            continue
-        lines.append(line)
+        found = entry.match(line)
+        indent = len(found[1]) if found else None
+        if found is None:
+            lines.append(line)
+        elif line.rstrip().endswith(text.quote):
+            lines.append(found[1] + text.quote)
     kept: list[str] = []
     for line, after in zip(lines, [*lines[1:], ""], strict=True):
         if _HEADER.fullmatch(line) and not after.strip(" \"'"):

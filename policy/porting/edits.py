@@ -25,6 +25,9 @@ def is_pure(node: cst.CSTNode) -> bool:
     return is_quiet and not any(isinstance(n, _EFFECTS) for n in nodes)
 
 
+Edit = tuple[cst.CSTNode, Any]  # a node and its change
+
+
 class Edits(dict[cst.CSTNode, Any]):
     """Edits by their nodes: None removes; ``("inline", branch)`` puts a branch in an `if`'s place.
 
@@ -66,30 +69,44 @@ class _Editing(cst.CSTTransformer):
         self._edits = edits
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
-        if left := self._left(original_node, updated_node):
-            updated_node = updated_node.with_changes(**left)
-        updated = super().on_leave(original_node, updated_node)
+        if changes := self._changes(original_node, updated_node):
+            updated_node = updated_node.with_changes(**changes)
         change = self._edits.get(original_node)
-        return change(updated) if callable(change) else updated
+        return change(updated_node) if callable(change) else updated_node
 
-    def _left(self, original_node: Any, updated_node: Any) -> dict[str, Any]:
+    def _changes(self, before: Any, after: Any) -> dict[str, Any]:
         """Returns the lists of a node that lose elements, and what else changes with them."""
         found: dict[str, Any] = {}
-        is_dict = isinstance(original_node, cst.Dict)
         for name in _LISTS:
-            before = getattr(original_node, name, None)
-            if isinstance(before, Sequence) and any(map(self._edits.removes, before)):
-                left = self._kept(before, getattr(updated_node, name))
-                if left or is_dict or name in _MAY_BE_EMPTY:
+            items = getattr(before, name, None)
+            if isinstance(items, Sequence) and any(map(self._edits.removes, items)):
+                left = self._kept(items, getattr(after, name))
+                if left or name in _MAY_BE_EMPTY or type(before) is cst.Dict:
                     found[name] = left
         if found.get("args") == []:
             found["whitespace_before_args"] = _NOTHING
-        star = getattr(updated_node, "star_arg", None)
-        if found.get("kwonly_params") == [] and isinstance(star, cst.ParamStar):
+        if found.get("kwonly_params") == [] and isinstance(after.star_arg, cst.ParamStar):
             found["star_arg"] = cst.MaybeSentinel.DEFAULT
-            if params := list(found.get("params", updated_node.params)):
-                params[-1] = _closed(params[-1], original_node.kwonly_params[-1], is_last=True)
+            if params := list(found.get("params", after.params)):
+                params[-1] = _closed(params[-1], before.kwonly_params[-1], is_last=True)
             found["params"] = params
+        is_function = isinstance(before, cst.FunctionDef) and bool(before.params.children)
+        if is_function and not after.params.children:
+            found["whitespace_before_params"] = _NOTHING
+        if isinstance(before, cst.If) and self._edits.is_gone(before.orelse):
+            found["orelse"] = None
+        if isinstance(before, (cst.Module, cst.IndentedBlock)):
+            found["body"] = self._statements(before.body, after.body)
+            if not found["body"] and isinstance(before, cst.IndentedBlock):
+                found["body"] = [cst.parse_statement("pass")]
+        if (
+            isinstance(before, cst.Assign)
+            and len(elements(before.targets[0].target, before.value)) > 1
+        ):
+            left = elements(after.targets[0].target, after.value)
+            if len(left) == 1:  # of `a, b = c, d`
+                found["targets"] = [after.targets[0].with_changes(target=left[0][0].value)]
+                found["value"] = left[0][1].value
         return found
 
     def _kept(self, before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
@@ -101,34 +118,6 @@ class _Editing(cst.CSTTransformer):
             elif found and hasattr(new, "comma"):
                 found[-1] = _closed(found[-1], new, is_last=old is before[-1])
         return found
-
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: Any) -> Any:
-        if original_node.params.children and not updated_node.params.children:
-            return updated_node.with_changes(whitespace_before_params=_NOTHING)
-        return updated_node
-
-    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> Any:
-        """Writes ``a = c`` for what is left of ``a, b = c, d``."""
-        before, after = (
-            elements(one.targets[0].target, one.value) for one in (original_node, updated_node)
-        )
-        if not len(after) == 1 < len(before):
-            return updated_node
-        first = updated_node.targets[0].with_changes(target=after[0][0].value)
-        return updated_node.with_changes(targets=[first], value=after[0][1].value)
-
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
-        if original_node.orelse is not None and self._edits.is_gone(original_node.orelse):
-            return updated_node.with_changes(orelse=None)
-        return updated_node
-
-    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: Any) -> Any:
-        body = self._statements(original_node.body, updated_node.body)
-        return updated_node.with_changes(body=body or [cst.parse_statement("pass")])
-
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> Any:
-        body = self._statements(original_node.body, updated_node.body)
-        return updated_node.with_changes(body=body)
 
     def _statements(self, before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
         """Leaves removed statements out; comments that don't speak of dtypes move on."""

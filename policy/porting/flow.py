@@ -12,7 +12,7 @@ import libcst as cst
 from policy.porting import dtypes
 from policy.porting.calls import read_call, read_dict
 from policy.porting.dtypes import DATA, EXTERNAL, Slot
-from policy.porting.edits import Edits
+from policy.porting.edits import Edit, Edits
 from policy.porting.slots import SlotReader
 from policy.porting.sources import Elsewhere, ParsedFile
 from policy.porting.syntax import assigned, index_of, is_self, last_name, nodes_of, pairs, text_of
@@ -29,17 +29,15 @@ class Use:
 
     Attributes:
       flows: the slots that it is passed to.
-      edits: deletes it, if all slots of `flows` go.
-      reason: why it stays; "" if it may go.
+      change: the edit that deletes it, if all slots of `flows` go, or why it stays.
       note: what a reader should know of if it goes.
     """
 
     node: cst.CSTNode
     slots: frozenset[Slot]
-    flows: frozenset[Slot] = frozenset()
-    edits: tuple[tuple[cst.CSTNode, object], ...] = ()
-    reason: str = ""
-    note: str = ""
+    flows: frozenset[Slot]
+    change: Edit | str | None
+    note: str
 
 
 class DtypeFlow(SlotReader):
@@ -73,12 +71,13 @@ class DtypeFlow(SlotReader):
     def edits(self) -> Edits:
         gone = [nodes for slot, nodes in self._declared.items() if slot not in self._kept]
         edits = Edits((node, None) for nodes in gone for node in nodes)
-        edits.update(edit for use in self._uses if self._goes(use) for edit in use.edits)
+        changes = [use.change for use in self._uses if self._goes(use)]
+        edits.update(change for change in changes if isinstance(change, tuple))
         return edits
 
     def _goes(self, use: Use) -> bool:
         stays = use.slots & self._chosen or use.flows & self._kept.keys()
-        return not use.reason and not stays
+        return not stays and not isinstance(use.change, str)
 
     def notes(self) -> list[str]:
         """Returns the notes on slots that stay, and on other lines."""
@@ -129,8 +128,8 @@ class DtypeFlow(SlotReader):
         return "softmax" in slot[2] and bool(chosen) and all(c == {"float32"} for c in chosen)
 
     def _settle_use(self, use: Use) -> bool:
-        if use.reason:
-            return self.keep(use.slots, use.node, use.reason)
+        if isinstance(use.change, str):
+            return self.keep(use.slots, use.node, use.change)
         stays = next((slot for slot in use.flows if slot in self._kept), None)
         text = f"it reaches {slot_text(stays)}, which stays" if stays else ""
         changed = stays is not None and self.keep(use.slots | use.flows, use.node, text)
@@ -201,7 +200,7 @@ class DtypeFlow(SlotReader):
             if slot is not None and reason is None:
                 self._declare(slot, value, *(places or (self.parent(statement),)))
             elif slot is None and reason is not None:
-                self.use(value, reason=reason)
+                self.use(value, change=reason)
             else:
                 self.keep([slot] if slot else [], value, reason or "", chosen=True)
                 self.visit(value)
@@ -237,8 +236,7 @@ class DtypeFlow(SlotReader):
         self,
         node: cst.CSTNode,
         flows: Iterable[Slot] = (),
-        edits: Iterable[tuple[cst.CSTNode, object]] = (),
-        reason: str = "",
+        change: Edit | str | None = None,
         note: str = "",
     ) -> None:
         known, flows = self.slots(node), frozenset(flows)
@@ -250,7 +248,7 @@ class DtypeFlow(SlotReader):
             self.keep(flows, node, f"{what} is passed to it", chosen=True)
         for name in sorted(chosen & dtypes.HALF_FLOATS):
             self.note(node, f"{name} was chosen here: set a policy")
-        self._uses.append(Use(node, slots - flows, flows, tuple(edits), reason, note))
+        self._uses.append(Use(node, slots - flows, flows, change, note))
 
     def note(self, node: cst.CSTNode, text: str) -> None:
         self._notes.append(self._note(node, text))
@@ -298,10 +296,10 @@ class DtypeFlow(SlotReader):
             code = self.code(node.test)
             negated = code.startswith("not ") or code.endswith("is None")
             branches = branches[:1] if negated else branches[1:]
-            self.use(inner, edits=[(node, ("inline", branches[0]))])
+            self.use(inner, change=(node, ("inline", branches[0])))
             self.note(node, _SCALE)
         elif _refuses(node):
-            self.use(inner, edits=[(node, None)])
+            self.use(inner, change=(node, None))
             return True
         else:
             self._tests.append((node, slots))
@@ -320,7 +318,7 @@ class DtypeFlow(SlotReader):
             if {DATA} in known and None not in known:
                 found = [] if self.constants(node.test) - dtypes.FLOATS else [node.test]
         for one in found:
-            self.use(one, edits=[(self.parent(node), None)])
+            self.use(one, change=(self.parent(node), None))
         return bool(found)
 
     def _other_use(self, node: cst.CSTNode, slots: frozenset[Slot]) -> None:
@@ -334,13 +332,13 @@ class DtypeFlow(SlotReader):
             if isinstance(branches := self.parent(parent), cst.IfExp):
                 name = "body" if decided == "True" else "orelse"
                 edit = (branches, functools.partial(_chosen, name=name))
-            self.use(node, edits=[edit], note=text)
+            self.use(node, change=edit, note=text)
             return
         statement = self.enclosing(node, cst.SimpleStatementLine, cst.If) or node
         code = self.code(statement.test if isinstance(statement, cst.If) else statement)
         code = code if len(code) <= 60 else f"{code[:57]}..."
         what = _OTHER_USES.get(type(parent), "its use here is not understood")
-        self.use(node, reason=f"{what} in `{code}`")
+        self.use(node, change=f"{what} in `{code}`")
 
     def _decided(self, node: cst.Comparison) -> str:
         """Returns "True" or "False" of a comparison with constants that decides a value, or ""."""
