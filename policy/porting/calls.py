@@ -71,14 +71,11 @@ def _read_cast(flow: DtypeFlow, node: cst.Call) -> bool:
         operand, given = node.args[0].value, node.args[1:2]
     else:
         return False
-    dtype = given[0].value if given else None
-    slots = flow.slots(dtype) if dtype is not None else None
-    if (
-        dtype is None
-        or slots is None
-        or len(given) > 1
-        or keyword_of(given[0]) not in _CAST_KEYWORDS
-    ):
+    if len(given) != 1 or keyword_of(given[0]) not in _CAST_KEYWORDS:
+        return False
+    dtype = given[0].value
+    slots = flow.slots(dtype)
+    if slots is None:
         return False
     flow.visit(operand)
     followed, is_array = slots - {DATA}, name == "astype"  # others take sequences and numbers, too
@@ -111,11 +108,8 @@ def _is_needless(
     names = (flow.class_of(node), flow.around(node, cst.FunctionDef))
     is_norm = any(name.lower().endswith("norm") for name in names)
     is_wide = is_norm or (last_name(node.func) == "astype" and operands.is_reduced(flow, node))
-    return (
-        is_wide
-        and flow.constants(dtype) == {"float32"}
-        and not operands.may_be_integer(flow, operand)
-    )
+    is_float32 = flow.constants(dtype) == {"float32"}
+    return is_wide and is_float32 and not operands.may_be_integer(flow, operand)
 
 
 def _put_float32(flow: DtypeFlow, dtype: cst.CSTNode, note: str = "") -> None:
@@ -144,15 +138,12 @@ def _without_cast(flow: DtypeFlow, node: cst.Call, operand: cst.CSTNode) -> Edit
     if _assigns_itself(flow, statement, operand):
         return flow.parent(statement), None
     places = [i for i, arg in enumerate(node.args) if arg.value is operand]
-    variable, parentheses = (
-        operands.is_variable(flow, operand),
-        _needs_parentheses(flow, node, operand),
-    )
+    parentheses = _needs_parentheses(flow, node, operand)
     is_short = "\n" not in flow.full_text(operand)
 
     def change(updated: cst.Call) -> cst.BaseExpression:
         inner: Any = updated.args[places[0]].value if places else updated.func.value  # type: ignore
-        if variable:
+        if operands.is_variable(flow, operand):
             return cst.parse_expression("_[...]").with_changes(value=inner)
         if not parentheses:
             return inner.with_changes(lpar=[], rpar=[]) if is_short else inner

@@ -50,8 +50,8 @@ def unread_edits(
     Args:
       before: the names of each file that were unread before the port.
     """
-    return Edits.fromkeys(
-        gone
+    return Edits(
+        (gone, None)
         for source, known in zip(sources, before, strict=True)
         for key, places in unread(source).items()
         if key not in known and not key[1].startswith("mpmodules")

@@ -77,11 +77,12 @@ class _Editing(cst.CSTTransformer):
     def _changes(self, before: Any, after: Any) -> dict[str, Any]:
         """Returns the lists of a node that lose elements, and what else changes with them."""
         found: dict[str, Any] = {}
+        is_dict = isinstance(before, cst.Dict)
         for name in _LISTS:
             items = getattr(before, name, None)
             if isinstance(items, Sequence) and any(map(self._edits.removes, items)):
                 left = self._kept(items, getattr(after, name))
-                if left or name in _MAY_BE_EMPTY or type(before) is cst.Dict:
+                if left or is_dict or name in _MAY_BE_EMPTY:
                     found[name] = left
         if found.get("args") == []:
             found["whitespace_before_args"] = _NOTHING
@@ -99,12 +100,9 @@ class _Editing(cst.CSTTransformer):
             found["body"] = self._statements(before.body, after.body)
             if not found["body"] and isinstance(before, cst.IndentedBlock):
                 found["body"] = [cst.parse_statement("pass")]
-        if (
-            isinstance(before, cst.Assign)
-            and len(elements(before.targets[0].target, before.value)) > 1
-        ):
-            left = elements(after.targets[0].target, after.value)
-            if len(left) == 1:  # of `a, b = c, d`
+        if isinstance(before, cst.Assign):
+            both, left = (elements(one.targets[0].target, one.value) for one in (before, after))
+            if len(left) == 1 < len(both):  # of `a, b = c, d`
                 found["targets"] = [after.targets[0].with_changes(target=left[0][0].value)]
                 found["value"] = left[0][1].value
         return found

@@ -13,7 +13,7 @@ from policy.porting import dtypes
 from policy.porting.calls import read_call, read_dict
 from policy.porting.dtypes import DATA, EXTERNAL, Slot
 from policy.porting.edits import Edit, Edits
-from policy.porting.slots import SlotReader
+from policy.porting.slots import SlotReader, Slots
 from policy.porting.sources import Elsewhere, ParsedFile
 from policy.porting.syntax import assigned, index_of, is_self, last_name, nodes_of, pairs, text_of
 
@@ -21,6 +21,9 @@ _SCALE = (
     'a loss scale is mixed_precision(tx, policy, loss_scale="dynamic") and '
     "policy.value_and_grad(..., loss_scale=loss_scale_of(opt_state))"
 )
+
+
+Change = Edit | str | None
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,7 +39,7 @@ class Use:
     node: cst.CSTNode
     slots: frozenset[Slot]
     flows: frozenset[Slot]
-    change: Edit | str | None
+    change: Change
     note: str
 
 
@@ -104,13 +107,13 @@ class DtypeFlow(SlotReader):
     # ----------------------------------------------------------------------------------------------
 
     def keep(
-        self, slots: Iterable[Slot], node: cst.CSTNode, text: str, chosen: bool = False
+        self, slots: Iterable[Slot], node: cst.CSTNode, why: str, chosen: bool = False
     ) -> bool:
         """Keeps slots for a reason; of those that are chosen by a caller, all uses stay too."""
         self._chosen |= set(slots) if chosen else set()
         new = [slot for slot in slots if slot not in self._kept and slot not in (DATA, EXTERNAL)]
         for slot in new:
-            self._kept[slot] = self._note(node, f"{slot_text(slot)} stays: {text}")
+            self._kept[slot] = self._note(node, f"{slot_text(slot)} stays: {why}")
         return bool(new)
 
     def _settle(self) -> None:
@@ -196,7 +199,7 @@ class DtypeFlow(SlotReader):
     def _declare_assigned(self, statement: cst.Assign | cst.AnnAssign) -> None:
         """Declares variables and attributes that get dtypes, and visits other values."""
         for target, value, places in pairs(statement):
-            slot, reason = self._assigned_slot(target, value)
+            slot, reason = self._assigned_slot(target, self.slots(value))
             if slot is not None and reason is None:
                 self._declare(slot, value, *(places or (self.parent(statement),)))
             elif slot is None and reason is not None:
@@ -205,11 +208,8 @@ class DtypeFlow(SlotReader):
                 self.keep([slot] if slot else [], value, reason or "", chosen=True)
                 self.visit(value)
 
-    def _assigned_slot(
-        self, target: cst.BaseExpression, value: cst.BaseExpression
-    ) -> tuple[Slot | None, str | None]:
+    def _assigned_slot(self, target: cst.CSTNode, known: Slots) -> tuple[Slot | None, str | None]:
         """Returns the slot that an assignment gives a dtype to, and why the dtype stays."""
-        known = self.slots(value)
         if isinstance(target, cst.Subscript) and known is not None:
             key = str(getattr(index_of(target), "raw_value", ""))
             text = f"it is stored in `{self.code(target)}`"
@@ -233,11 +233,7 @@ class DtypeFlow(SlotReader):
     # ----------------------------------------------------------------------------------------------
 
     def use(
-        self,
-        node: cst.CSTNode,
-        flows: Iterable[Slot] = (),
-        change: Edit | str | None = None,
-        note: str = "",
+        self, node: cst.CSTNode, flows: Iterable[Slot] = (), change: Change = None, note: str = ""
     ) -> None:
         known, flows = self.slots(node), frozenset(flows)
         slots = (known or frozenset()) - {DATA, EXTERNAL}
