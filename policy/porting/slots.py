@@ -11,7 +11,7 @@ from policy.porting import dtypes
 from policy.porting.definitions import Project
 from policy.porting.dtypes import DATA, EXTERNAL, Slot
 from policy.porting.sources import ParsedFile
-from policy.porting.syntax import all_parameters, index_of, is_self, keyword_of, last_name, nodes_of
+from policy.porting.syntax import index_of, is_self, keyword_of, last_name, nodes_of
 
 Slots = frozenset[Slot] | None  # of an expression; None if its value is no dtype
 
@@ -106,10 +106,8 @@ class SlotReader(Project):
         """Returns the slot of an assigned variable: of the parameter, if it is one."""
         bound, name = self.assignments(target), target.value
         scope = bound[0].scope if bound else None
-        owner = getattr(scope, "node", None)
-        parameters = all_parameters(owner) if isinstance(owner, cst.FunctionDef) else []
-        is_parameter = any(param.name.value == name for param in parameters)
-        slot = self.of_parameter(owner, name) if is_parameter else None
+        is_parameter = any(isinstance(one.node, cst.Param) for one in bound)
+        slot = self.of_parameter(getattr(scope, "node", None), name) if is_parameter else None
         return slot or ("local", str(id(scope)), name)
 
     def of_parameter(self, function: object, name: str) -> Slot | None:
@@ -129,18 +127,15 @@ class SlotReader(Project):
             return frozenset() if is_constant and not self.is_scale else None
         if not self.follows(name):
             return None
-        if is_self(base):
-            owner = self.owner(self.class_of(node), name)
-            return frozenset([("field", owner, name)]) if owner else None
-        owners = {o for c in self.classes_of(base) if (o := self.owner(c, name))}
-        if not owners and name == "dtype" and not dtypes.CONFIGS.search(last_name(base)):
+        owners = [o for c in self.classes_of(base) if (o := self.owner(c, name))]
+        if owners or is_self(base):
+            return frozenset(("field", owner, name) for owner in owners) or None
+        if name == "dtype" and not dtypes.CONFIGS.search(last_name(base)):
             return frozenset([DATA])
-        if not owners:
-            is_model = dtypes.is_model(last_name(base))
-            named = [d for o in self.owners(name) for d in self.classes(o)]
-            same = [d for d in named if self.is_flax_class(d) == is_model]
-            owners = {self.field(definition.name, name)[1] for definition in same}
-        return frozenset(("field", owner, name) for owner in owners) or frozenset([EXTERNAL])
+        is_model = dtypes.is_model(last_name(base))
+        named = [d for owner in self.owners(name) for d in self.classes(owner)]
+        same = [d for d in named if self.is_flax_class(d) == is_model]
+        return frozenset(self.field(d.name, name) for d in same) or frozenset([EXTERNAL])
 
     def _of_call(self, node: cst.Call, depth: int) -> Slots:
         name = last_name(node.func)

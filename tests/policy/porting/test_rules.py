@@ -940,6 +940,33 @@ def test_unread_imports_go_only_if_the_port_left_them(tmp_path):
     assert body == "import os\nfrom typing import Callable\nclass C:\n    f: Callable = print"
 
 
+def test_of_two_imports_in_a_line_the_unread_one_goes(tmp_path):
+    text = "import os, jax.numpy as jnp\nclass C:\n    dtype: object = jnp.float32\n    x = os\n"
+    (body,), _ = ported(tmp_path, text, head="")
+    assert body == "import os\nclass C:\n    x = os"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from flaxformer import layers\nlayers.Dense(3)\n",
+        """
+        class Net(nn.Module):
+            dtype: Any = jnp.float32
+
+            def __call__(self, x):
+                if self.dtype == jnp.bfloat16:
+                    for i in range(3):
+                        x = x + i
+                return x
+        """,
+    ],
+)
+def test_what_says_nothing_of_dtypes_is_read_as_well(text, tmp_path):
+    (body,), _ = ported(tmp_path, text)
+    assert body == text_of(text)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
