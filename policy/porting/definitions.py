@@ -257,6 +257,7 @@ class Project(Nodes):
 
     def is_initializer(self, node: cst.BaseExpression) -> bool:
         """Returns whether an expression is an initializer of Flax's or JAX's, or makes one."""
+        node = node.func if isinstance(node, cst.Call) else node
         made = self.made_by_calls(last_name(node))
         return any("initializers" in self.imported(one) for one in (node, *made))
 

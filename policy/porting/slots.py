@@ -60,7 +60,8 @@ class SlotReader(Project):
         inner = index_of(node) if isinstance(node, cst.Subscript) else None
         if isinstance(inner, cst.SimpleString):
             return self._of_key(inner)
-        return None if inner is None else self.slots(inner, depth - 1)
+        is_index = inner is not None and last_name(inner) != "None"
+        return self.slots(inner, depth - 1) if is_index else None
 
     def followed(self, node: cst.CSTNode) -> frozenset[Slot]:
         """Returns the slots of an expression that are in the given files."""

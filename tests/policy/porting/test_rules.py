@@ -42,6 +42,34 @@ def text_of(text):
 
 
 RULES = {
+    "a cast whose result gets an axis": (
+        """
+        def grid(h, dtype=jnp.float32):
+            return jnp.asarray(jnp.sin(h), dtype)[None, :]
+
+        grid(3, dtype=jnp.float32)
+        """,
+        """
+        def grid(h):
+            return jnp.sin(h)[None, :]
+
+        grid(3)
+        """,
+    ),
+    "an initializer that is made and called": (
+        """
+        def make(key, dtype=jnp.float32):
+            return jax.nn.initializers.normal(2)(key, (3,), dtype=dtype)
+
+        make(0, dtype=jnp.float32)
+        """,
+        """
+        def make(key):
+            return jax.nn.initializers.normal(2)(key, (3,))
+
+        make(0)
+        """,
+    ),
     "field": (
         """
         class Mlp(nn.Module):
