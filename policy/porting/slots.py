@@ -60,8 +60,9 @@ class SlotReader(Project):
         inner = index_of(node) if isinstance(node, cst.Subscript) else None
         if isinstance(inner, cst.SimpleString):
             return self._of_key(inner)
-        is_index = inner is not None and last_name(inner) != "None"
-        return self.slots(inner, depth - 1) if is_index else None
+        if inner is None or last_name(inner) == "None":  # an axis
+            return None
+        return self.slots(inner, depth - 1)
 
     def followed(self, node: cst.CSTNode) -> frozenset[Slot]:
         """Returns the slots of an expression that are in the given files."""
