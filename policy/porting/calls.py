@@ -78,12 +78,13 @@ def _read_cast(flow: DtypeFlow, node: cst.Call) -> bool:
     if slots is None:
         return False
     flow.visit(operand)
-    followed, is_array = slots - {DATA}, name == "astype"  # others take sequences and numbers, too
+    followed = slots - {DATA}
     tree = _mapped(flow, node, operand)
     if tree is not None and followed and operands.is_float_array(flow, tree):
         node, operand = flow.enclosing(node, cst.Call), tree
     is_float = not imported.startswith("numpy.") and operands.is_float_array(flow, operand)
-    is_number = is_array and not isinstance(operand, cst.Comparison)
+    # other functions than astype take sequences and numbers, too
+    is_number = name == "astype" and not isinstance(operand, cst.Comparison)
     if followed and not is_float and not (is_number and operands.is_promoted(flow, node)):
         _put_float32(flow, dtype, note=_IN_FLOAT32)
     elif followed or (

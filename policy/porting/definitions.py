@@ -44,7 +44,7 @@ class Definition:
 
     def returned(self) -> list[cst.BaseExpression]:
         """Returns the values that a function returns; none of a class."""
-        found = [] if self.is_class else list(nodes_of(self.node))
+        found = [] if self.is_class else nodes_of(self.node)
         return [n.value for n in found if isinstance(n, cst.Return) and n.value is not None]
 
 

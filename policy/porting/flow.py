@@ -285,9 +285,10 @@ class DtypeFlow(SlotReader):
         inner = node.test
         while isinstance(inner, (cst.UnaryOperation, cst.Comparison)):
             inner = inner.expression if isinstance(inner, cst.UnaryOperation) else inner.left
-        slots, branches = self.followed(inner), [node.body, node.orelse]
+        slots = (self.slots(inner) or frozenset()) - {DATA, EXTERNAL}
         if not slots:
             return False
+        branches = [node.body, node.orelse]
         if self.is_scale:
             code = self.code(node.test)
             negated = code.startswith("not ") or code.endswith("is None")

@@ -40,8 +40,7 @@ class _Imports(cst.CSTTransformer):
         names = list(updated_node.names)
         for i, alias in enumerate(original_node.names):
             if alias.asname and alias.evaluated_name in _WHOLE:
-                wing = alias.evaluated_name.partition(".")[2]
-                names[i] = names[i].with_changes(name=_dotted(wing))
+                names[i] = alias.with_changes(name=_dotted(alias.evaluated_name[len("flax.") :]))
         return updated_node.with_changes(names=names)
 
     def leave_SimpleStatementLine(self, original_node: Any, updated_node: Any) -> Any:

@@ -36,9 +36,8 @@ class Ported:
             (_, i, _, j, _), (_, _, i_end, _, j_end) = group[0], group[-1]
             lines.append(f"@@ -{i + 1},{i_end - i} +{j + 1},{j_end - j} @@\n")
             for tag, i, i_end, j, j_end in group:
-                is_equal = tag == "equal"
-                lines += [f"{' ' if is_equal else '-'}{line}" for line in before[i:i_end]]
-                lines += [f"+{line}" for line in after[j:j_end] if not is_equal]
+                lines += [f"{' ' if tag == 'equal' else '-'}{line}" for line in before[i:i_end]]
+                lines += [f"+{line}" for line in after[j:j_end] if tag != "equal"]
         return "".join(lines)
 
     def deleted(self) -> int:

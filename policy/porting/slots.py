@@ -64,10 +64,6 @@ class SlotReader(Project):
             return None
         return self.slots(inner, depth - 1)
 
-    def followed(self, node: cst.CSTNode) -> frozenset[Slot]:
-        """Returns the slots of an expression that are in the given files."""
-        return (self.slots(node) or frozenset()) - {DATA, EXTERNAL}
-
     def _of_parts(self, parts: Iterable[cst.CSTNode], depth: int) -> Slots:
         """Returns the slots of all parts, or None if one is no dtype."""
         found = [self.slots(part, depth - 1) for part in parts]
