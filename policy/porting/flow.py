@@ -133,7 +133,7 @@ class DtypeFlow(SlotReader):
     def _settle_use(self, use: Use) -> bool:
         if isinstance(use.change, str):
             return self.keep(use.slots, use.node, use.change)
-        stays = next((slot for slot in use.flows if slot in self._kept), None)
+        stays = min((slot for slot in use.flows if slot in self._kept), default=None)
         text = f"it reaches {slot_text(stays)}, which stays" if stays else ""
         changed = stays is not None and self.keep(use.slots | use.flows, use.node, text)
         if use.slots & self._chosen and not use.flows <= self._chosen:
@@ -240,7 +240,7 @@ class DtypeFlow(SlotReader):
         chosen = self.constants(node) if flows else set()
         is_named = known is not None or self.follows(last_name(node))
         if flows and (not is_named or chosen - dtypes.FLOATS):
-            what = ", ".join(chosen - dtypes.FLOATS) or f"`{self.code(node)}`"
+            what = ", ".join(sorted(chosen - dtypes.FLOATS)) or f"`{self.code(node)}`"
             self.keep(flows, node, f"{what} is passed to it", chosen=True)
         for name in sorted(chosen & dtypes.HALF_FLOATS):
             self.note(node, f"{name} was chosen here: set a policy")
