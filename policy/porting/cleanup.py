@@ -42,6 +42,17 @@ def _path(source: ParsedFile, owner: cst.CSTNode | None) -> str:
     return ".".join(one.name.value for one in chain if isinstance(one, _NAMED))
 
 
+def unread_notes(
+    source: ParsedFile, names: Mapping[Key, Sequence[Any]], elsewhere: Elsewhere
+) -> Iterator[str]:
+    """Yields notes on functions that choose a dtype and were unread before the port: they stay."""
+    for (path, name), places in names.items():
+        if path == "" and re.search(dtypes.DTYPE_NAME, name) and not elsewhere.imports(name):
+            for _, node in places:
+                if isinstance(node, cst.FunctionDef):
+                    yield f"{source.place(node)}: nothing here reads `{name}`: it may go"
+
+
 def unread_edits(
     sources: Sequence[ParsedFile], before: Sequence[Mapping[Key, object]], elsewhere: Elsewhere
 ) -> Edits:

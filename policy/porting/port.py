@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from policy.porting import dtypes
-from policy.porting.cleanup import docstring_edits, unread, unread_edits
+from policy.porting.cleanup import docstring_edits, unread, unread_edits, unread_notes
 from policy.porting.definitions import Project
 from policy.porting.edits import Edits
 from policy.porting.flow import DtypeFlow
@@ -59,7 +59,7 @@ def port(names: Sequence[str]) -> tuple[list[Ported], list[str]]:
     given = [read_file(name) for name in names]
     elsewhere = Elsewhere([source.path for source in given])
     before = [unread(source) for source in given]
-    notes: list[str] = []
+    notes = [n for a, b in zip(given, before, strict=True) for n in unread_notes(a, b, elsewhere)]
     sources = [_with_text(source, ported_imports(source, notes)) for source in given]
     for pattern in (dtypes.SCALE_NAME, dtypes.DTYPE_NAME):
         flow = DtypeFlow(sources, elsewhere, pattern)

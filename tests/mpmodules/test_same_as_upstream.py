@@ -244,6 +244,7 @@ def plain(**dtypes: Any) -> Text:
     def features(self, x):
         x = jax.nn.relu(self.stem(x))
         x = x + self.drop(jax.nn.gelu(self.block(self.conv(x))))
+        # no tanh: where it is an output it runs in float32, other than by hand
         return jnp.abs(x[:, :2, :2]).reshape(x.shape[0], -1)
 
     return Text(

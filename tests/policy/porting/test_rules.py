@@ -961,6 +961,15 @@ def test_classes_of_one_name_may_derive_from_each_other(tmp_path):
     assert bodies == ["class Net(other.Net):\n    pass"] * 2
 
 
+def test_a_function_that_nothing_reads_stays_and_is_listed(tmp_path):
+    text = """
+    def preferred_dtype(is_half):
+        return jnp.bfloat16 if is_half else jnp.float32
+    """
+    (after,), notes = ported(tmp_path, text)
+    assert after == text_of(text) and notes == "nothing here reads `preferred_dtype`: it may go"
+
+
 def test_unread_imports_go_only_if_the_port_left_them(tmp_path):
     text = "import os\nfrom typing import Any, Callable\nimport jax.numpy as jnp\n"
     text += "class C:\n    dtype: Any = jnp.float32\n    f: Callable = print\n"
