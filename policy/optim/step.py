@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -61,10 +61,12 @@ from policy.optim.storage_modes import (
     Encoded,
     MasterWeights,
     ParamUpdate,
+    StorageMode,
     Stored,
     inner_params,
     rounding_keys,
     storage_mode,
+    written_with,
 )
 
 P = ParamSpec("P")
@@ -296,6 +298,8 @@ class Stepper:
         encoded, inner = results
         # a packed pair is taken apart here: in a branch XLA:CPU would compute each half in a pass
         new = [d.result(e, p) for d, e, p in zip(updates, encoded, leaves, strict=True)]
+        if not as_updates:
+            inner = _in_one_pass(inner, encoded, modes, params)
         after = state._replace(
             inner=inner.state,
             moment_scales=inner.scales,
@@ -386,6 +390,32 @@ class Stepper:
         keys = rounding_keys(key, leaves, given.state.count, self.axis_name, first=first)
         new = moments.narrow_moments(new_inner, targets, dtypes, keys, stored)
         return updates, jax.tree.map(as_type_of, new, stored)
+
+
+def _in_one_pass(
+    inner: StoredInner, encoded: list[Encoded], modes: list[StorageMode], params: optax.Params
+) -> StoredInner:
+    """Returns the inner state, with the first moment of each param written with its halves.
+
+    Of two moments, XLA for TPU fuses the second by itself; it fuses neither where both are tied.
+    """
+    tree, shapes = jax.tree.structure(params), [p.shape for p in jax.tree.leaves(params)]
+
+    def is_moment(node: Any) -> bool:
+        is_like = jax.tree.structure(node) == tree
+        return is_like and [jnp.shape(leaf) for leaf in jax.tree.leaves(node)] == shapes
+
+    nodes, outer = jax.tree.flatten(inner.state, is_leaf=is_moment)
+    first = next((i for i, node in enumerate(nodes) if is_moment(node)), None)
+    if first is not None:
+        each = zip(jax.tree.leaves(nodes[first]), encoded, modes, strict=True)
+        nodes[first] = tree.unflatten(
+            written_with(moment, cast(jax.Array, pair))
+            if mode.fits_one_pass and moment.dtype == jnp.float32
+            else moment
+            for moment, pair, mode in each
+        )
+    return inner._replace(state=outer.unflatten(nodes))
 
 
 def _is_eager(given: Given) -> bool:

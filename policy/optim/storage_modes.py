@@ -39,6 +39,7 @@ Encoded: TypeAlias = jax.Array | tuple[jax.Array, Stored]
 """A param and its stored array: a pair, or one uint32 array with the bits of both."""
 
 _HALF = 0x8000  # half of a bfloat16 ulp, in the bits of a float32
+_NAN = 0x7FC00000
 
 
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -56,20 +57,12 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 def pack(x: jax.Array) -> jax.Array:
     """Packs float32 into uint32: `round_to(x, bfloat16)` in the high half, the rest in the low one.
 
-    `split` takes the halves apart, and `join_master` makes the float32 of them.
+    The low half is 0 where both are equal. `halves` takes the pair apart, and `join_master` makes
+    the float32 of the halves.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    quiet_nan = (bits & jnp.uint32(0xFFFF0000)) | jnp.uint32(0x400000 | _HALF)
-    return jnp.where(jnp.isnan(x), quiet_nan, bits + jnp.uint32(_HALF))
-
-
-def split(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits the result of `pack` into a bfloat16 param and the low 16 bits of its master, uint16.
-
-    These are 0 where the param equals its master.
-    """
-    param, low = halves(packed, jnp.bfloat16)
-    return param, low ^ jnp.uint16(_HALF)
+    rounded = (bits + jnp.uint32(_HALF)) ^ jnp.uint32(_HALF)
+    return jnp.where(jnp.isnan(x), jnp.uint32(_NAN), rounded)  # the sum of a NaN may overflow
 
 
 def halves(pair: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -97,9 +90,25 @@ def _halves_in_turn(pair: jax.Array) -> tuple[jax.Array, jax.Array]:
     return high, (pair ^ bits).astype(jnp.uint16)
 
 
-def packed(param: jax.Array, low: jax.Array) -> jax.Array:
-    """Packs a param and its low bits in the uint32 that `split` takes apart."""
-    return _pair(param, low ^ jnp.uint16(_HALF))
+def written_with(moment: jax.Array, pair: jax.Array) -> jax.Array:
+    """Returns `moment`, which on a TPU depends on both halves of a param's pair.
+
+    A TPU's compiler then writes the moments and the halves in one pass. Without it, it computes the
+    step of AdamW in two, which read the moments twice.
+
+    Args:
+      moment: float32, of the param's shape.
+      pair: uint32, the result of `pack`.
+    """
+
+    return lax.platform_dependent(moment, pair, tpu=_tied, default=lambda moment, pair: moment)
+
+
+def _tied(moment: jax.Array, pair: jax.Array) -> jax.Array:
+    # 0; the high half is not, where the conversion to bfloat16 changes the payload of a NaN
+    zero = (_pair(*_halves_in_turn(pair)) ^ pair) & jnp.uint32(0xFFFF)
+    bits = lax.bitcast_convert_type(moment, jnp.uint32)
+    return lax.bitcast_convert_type(bits ^ zero, moment.dtype)
 
 
 def _pair(high: jax.Array, low: jax.Array) -> jax.Array:
@@ -113,16 +122,13 @@ def join_master(param: jax.Array, low: jax.Array) -> jax.Array:
     """Joins a bfloat16 param and its low 16 bits into the float32 master.
 
     A param that was written to since is honoured to within one ulp of bfloat16. Two stale low
-    halves would make a NaN: one below zero beside ±0, and one above beside ±infinity. There the
-    master is the param.
+    halves make a NaN: one below zero beside ±0, and one above beside ±infinity. There the master is
+    the param.
     """
     high = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32) << jnp.uint32(16)
-    above = low < jnp.uint16(_HALF)
-    # in bits: a comparison of floats takes a subnormal for 0
-    magnitude = high & jnp.uint32(0x7FFF0000)
-    alone = ((magnitude == 0) & ~above) | ((magnitude == jnp.uint32(0x7F800000)) & above)
-    bits = jnp.where(alone, high, packed(param, low) - jnp.uint32(_HALF))
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    bits = ((high | low.astype(jnp.uint32)) ^ jnp.uint32(_HALF)) - jnp.uint32(_HALF)
+    master, alone = (lax.bitcast_convert_type(x, jnp.float32) for x in (bits, high))
+    return jnp.where(jnp.isnan(master), alone, master)
 
 
 def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
@@ -234,6 +240,8 @@ class StorageMode:
         16 bits in one pass over the moments each.
       is_master: True where the stored array is the float32 value itself, which can disagree with
         its param.
+      fits_one_pass: True where a TPU's compiler writes the moments together with both halves of a
+        packed form, see `written_with`.
       needs_key: True where rounding draws from a PRNG key.
     """
 
@@ -248,6 +256,7 @@ class StorageMode:
     param_dtypes: tuple[str, ...] = ("bfloat16", "float16")
     is_packed: bool = False
     is_master: bool = False
+    fits_one_pass: bool = False
     needs_key: bool = False
 
     @property
@@ -294,11 +303,12 @@ REMAINDER = StorageMode(
     init=lambda param: jnp.zeros_like(param, jnp.uint16),
     join=join_master,
     encode=lambda value, dtype, key: pack(value),
-    encode_same=packed,
-    decode=lambda encoded, dtype: split(encoded),
+    encode_same=_pair,
+    decode=halves,
     stored_dtype=lambda dtype: np.dtype("uint16"),
     param_dtypes=("bfloat16",),
     is_packed=True,
+    fits_one_pass=True,
 )
 
 
@@ -313,7 +323,7 @@ def _encode_24_bits(value: jax.Array, dtype: np.dtype, key: jax.Array | None) ->
 
 
 def _low_byte(encoded: jax.Array) -> tuple[jax.Array, jax.Array]:
-    param, low = split(encoded)
+    param, low = halves(encoded, jnp.bfloat16)
     return param, (low >> jnp.uint16(8)).astype(jnp.uint8)
 
 
@@ -328,9 +338,10 @@ REMAINDER8 = dataclasses.replace(
     init=lambda param: jnp.zeros_like(param, jnp.uint8),
     join=lambda param, stored: join_master(param, _low_bits(stored)),
     encode=_encode_24_bits,
-    encode_same=lambda param, stored: packed(param, _low_bits(stored)),
+    encode_same=lambda param, stored: _pair(param, _low_bits(stored)),
     decode=lambda encoded, dtype: _low_byte(encoded),
     stored_dtype=lambda dtype: np.dtype("uint8"),
+    fits_one_pass=False,
     needs_key=True,
 )
 

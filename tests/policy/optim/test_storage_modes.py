@@ -13,21 +13,21 @@ import optax
 import pytest
 from jax import lax
 
-from policy import apply_gradients, master_params
+from policy import apply_gradients, master_params, mixed_precision
 from policy.inspect.testing import spacing
 from policy.optim import convert, init_from_master, resync, storage_modes
 from policy.optim.storage_modes import (
     KAHAN,
+    REMAINDER,
     REMAINDER8,
     STORAGE_MODES,
     MasterWeights,
     StorageMode,
+    halves,
     join_master,
     pack,
-    packed,
     round_stochastically,
     round_to,
-    split,
     storage_code,
     storage_text,
 )
@@ -59,7 +59,7 @@ def test_bfloat16_is_rounded_half_away_from_zero():
 
 
 def test_a_float32_is_the_same_after_it_was_taken_apart():
-    param, low = split(pack(jnp.asarray(FLOATS)))
+    param, low = halves(pack(jnp.asarray(FLOATS)), jnp.bfloat16)
     rounded = round_to(jnp.asarray(FLOATS), jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(param, np.float32), np.asarray(rounded, np.float32))
     np.testing.assert_array_equal(jnp.isnan(param), np.isnan(FLOATS))
@@ -72,11 +72,47 @@ def test_a_float32_is_the_same_after_it_was_taken_apart():
 def test_halves_taken_in_turn_are_the_halves():
     """TPUs take the low half of a pair from the high one."""
     pair = pack(jnp.asarray(FLOATS))
-    (high, low), expected = storage_modes._halves_in_turn(pair), split(pair)
-    assert_same(low ^ np.uint16(0x8000), expected[1])
+    (high, low), expected = storage_modes._halves_in_turn(pair), halves(pair, jnp.bfloat16)
+    assert_same(low, expected[1])
     is_nan = jnp.isnan(expected[0])  # a NaN may lose its payload
     np.testing.assert_array_equal(jnp.isnan(high), is_nan)
     assert_same(jnp.where(is_nan, 0, high), jnp.where(is_nan, 0, expected[0]))
+
+
+def test_a_moment_that_is_written_with_both_halves_keeps_every_bit():
+    moment = jnp.asarray(FLOATS)
+    for pair in (pack(moment), jax.random.bits(jax.random.key(0), moment.shape)):
+        tied = storage_modes._tied(moment, pair)
+        assert_same(*(lax.bitcast_convert_type(x, jnp.uint32) for x in (tied, moment)))
+
+
+@pytest.mark.parametrize("tree", [{"a": (3, 4), "b": (2,)}, (3,)])
+@pytest.mark.parametrize(
+    "inner, is_tied",
+    [
+        (optax.adamw(0.1), True),
+        (optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)), True),
+        (optax.sgd(0.1), False),
+        (optax.adamw(0.1, mu_dtype=jnp.bfloat16), False),
+    ],
+)
+def test_on_tpus_the_first_moment_of_each_remainder_is_written_with_its_halves(
+    tree, inner, is_tied
+):
+    params = jax.tree.map(
+        lambda shape: jnp.ones(shape, jnp.bfloat16), tree, is_leaf=lambda x: isinstance(x, tuple)
+    )
+    tx = mixed_precision(inner, "bfloat16")
+
+    def texts(of):
+        step = jax.jit(lambda params, state: apply_gradients(of, params, state, params))
+        lowered = step.trace(params, of.init(params)).lower(lowering_platforms=("tpu",))
+        return lowered.as_text()
+
+    found = texts(tx).count("stablehlo.xor")
+    without = texts(mixed_precision(optax.sgd(0.1), "bfloat16")).count("stablehlo.xor")
+    # of the halves, of their pair, and of the moment
+    assert found - without == 3 * len(jax.tree.leaves(params)) * is_tied
 
 
 @pytest.mark.parametrize("low", [0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
@@ -90,7 +126,7 @@ def test_a_written_param_beside_a_stale_low_half_is_honoured_to_within_an_ulp(lo
     assert np.isfinite(joined[finite]).all()
     assert_close_in_ulps(joined[finite], exact[finite], 0.5, jnp.bfloat16)
     # a step that changes nothing keeps every bit, NaN's too
-    assert_same(split(packed(param, stale)), (param, stale))
+    assert_same(halves(REMAINDER.encode_same(param, stale), jnp.bfloat16), (param, stale))
 
 
 @pytest.mark.parametrize("key", [None, jax.random.key(0)])
