@@ -19,6 +19,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
+from mpmodules.functions import max_pooling
 from mpmodules.functions.functional import is_half, mixing_allowed
 from policy.core.scope import current_policy, reduction_dtype_of
 from policy.functions import reductions as half_safe
@@ -209,7 +210,7 @@ def max_pool(
       >>> linen.max_pool(x, (2,), (2,))[0, :, 0]
       Array([1, 3], dtype=bfloat16)
     """
-    return pool(inputs, -jnp.inf, lax.max, window_shape, strides, padding)
+    return _extremum(inputs, window_shape, strides, padding, largest=True)
 
 
 def min_pool(
@@ -228,4 +229,20 @@ def min_pool(
       >>> nnx.min_pool(x, (2,), (2,))[0, :, 0]
       Array([0, 2], dtype=bfloat16)
     """
-    return pool(inputs, jnp.inf, lax.min, window_shape, strides, padding)
+    return _extremum(inputs, window_shape, strides, padding, largest=False)
+
+
+def _extremum(
+    inputs: ArrayLike,
+    window_shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    padding: Padding,
+    *,
+    largest: bool,
+) -> jax.Array:
+    x = jnp.asarray(inputs)
+    is_ours = jnp.issubdtype(x.dtype, jnp.floating) and max_pooling.takes(window_shape)
+    if is_ours and (current_policy() is not None or is_half(x.dtype)):
+        return max_pooling.extremum(x, window_shape, strides, padding, largest=largest)
+    init, reduce_fn = (-jnp.inf, lax.max) if largest else (jnp.inf, lax.min)
+    return pool(x, init, reduce_fn, window_shape, strides, padding)
