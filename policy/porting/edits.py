@@ -128,7 +128,7 @@ class _Editing(cst.CSTTransformer):
                 joined = [*lines, *first.leading_lines]
                 found += [first.with_changes(leading_lines=joined), *rest]
             elif self._edits.is_gone(old):
-                waiting += [line for line in lines if not _speaks_of_dtypes(line)]
+                waiting += without_dtypes(lines)
             else:
                 if waiting and hasattr(new, "leading_lines"):
                     new = new.with_changes(leading_lines=_joined(waiting, lines))
@@ -160,9 +160,18 @@ def _closed(element: Any, removed: Any, is_last: bool) -> Any:
     return element.with_changes(comma=cst.MaybeSentinel.DEFAULT, **changes)
 
 
-def _speaks_of_dtypes(line: cst.EmptyLine) -> bool:
+def without_dtypes(lines: Sequence[Any]) -> list[Any]:
+    """Leaves out lines that are comments on dtypes, with those that go on with their sentences."""
     words = ("dtype", "precision", "float", "bf16", "f32", "dynamic scale", "loss scale")
-    return line.comment is not None and any(word in line.comment.value.lower() for word in words)
+    found, goes_on = [], False
+    for line in lines:
+        text = "" if line.comment is None else line.comment.value.lower()
+        if not (goes_on and text) and not any(word in text for word in words):
+            found.append(line)
+            goes_on = False
+        else:
+            goes_on = not text.endswith((".", ":", "!", "?"))
+    return found
 
 
 def _joined(waiting: list[Any], lines: Sequence[Any]) -> list[Any]:

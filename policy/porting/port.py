@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Sequence
 
@@ -15,8 +14,9 @@ from policy.porting.definitions import Project
 from policy.porting.edits import Edits
 from policy.porting.flow import DtypeFlow
 from policy.porting.imports import ported_imports
-from policy.porting.sources import Elsewhere, ParsedFile, PortError, read_file
+from policy.porting.sources import Elsewhere, ParsedFile, PortError, matched_lines, read_file
 from policy.porting.syntax import is_self, last_name
+from policy.porting.tidying import Written, copy_edits, joined, return_edits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Ported:
         before, after = (text.splitlines(keepends=True) for text in (self.before, self.after))
         name = self.name.lstrip("/")
         lines = [f"--- a/{name}\n", f"+++ b/{name}\n"]
-        for group in _matched(before, after).get_grouped_opcodes():
+        for group in matched_lines(before, after).get_grouped_opcodes():
             (_, i, _, j, _), (_, _, i_end, _, j_end) = group[0], group[-1]
             lines.append(f"@@ -{i + 1},{i_end - i} +{j + 1},{j_end - j} @@\n")
             for tag, i, i_end, j, j_end in group:
@@ -43,10 +43,6 @@ class Ported:
     def deleted(self) -> int:
         """Returns the number of lines that are deleted or changed."""
         return sum(line[:1] == "-" for line in self.diff().splitlines()[2:])
-
-
-def _matched(before: Sequence[str], after: Sequence[str]) -> difflib.SequenceMatcher[str]:
-    return difflib.SequenceMatcher(None, before, after, autojunk=False)
 
 
 def port(names: Sequence[str]) -> tuple[list[Ported], list[str]]:
@@ -67,12 +63,20 @@ def port(names: Sequence[str]) -> tuple[list[Ported], list[str]]:
         sources = _edited(sources, docstring_edits(flow.nodes, flow.edits()))
     while edits := unread_edits(sources, before, elsewhere):
         sources = _edited(sources, edits)
+    sources = [_tidied(source, old.text) for source, old in zip(sources, given, strict=True)]
     for source, old in zip(sources, given, strict=True):
         if missing := _unbound(source) - _unbound(old):
             lost = ", ".join(sorted(missing))
             raise PortError(f"{source.path}: a port would leave {lost} unbound: nothing is ported")
     pairs = zip(names, given, sources, strict=True)
     return [Ported(name, a.text, b.text) for name, a, b in pairs], sorted(set(notes), key=_place)
+
+
+def _tidied(source: ParsedFile, before: str) -> ParsedFile:
+    for edits_of in (copy_edits, return_edits):
+        edits = edits_of(source, Written(before, source.text))
+        source = _with_text(source, edits.text(source.module))
+    return _with_text(source, joined(before, source.text))
 
 
 def _place(note: str) -> tuple[str, int, str]:
@@ -103,7 +107,7 @@ def _with_text(source: ParsedFile, text: str) -> ParsedFile:
         return source
     before, after = source.text.splitlines(), text.splitlines()
     lines = [1] * (len(after) + 2)
-    for tag, i, _, j, j_end in _matched(before, after).get_opcodes():
+    for tag, i, _, j, j_end in matched_lines(before, after).get_opcodes():
         for k in range(j, j_end):
             lines[k] = source.lines[min(i + (k - j if tag == "equal" else 0), len(before) - 1)]
     try:

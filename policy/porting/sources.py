@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,9 @@ class Nodes:
     def line(self, node: cst.CSTNode) -> int:
         """Returns the line in the current text."""
         return self._positions[node].start.line
+
+    def last_line(self, node: cst.CSTNode) -> int:
+        return self._positions[node].end.line
 
     def code(self, node: cst.CSTNode) -> str:
         """Returns a node's text on one line."""
@@ -148,6 +152,10 @@ def read_file(name: str) -> ParsedFile:
         return ParsedFile(path, path.read_bytes().decode())
     except UnicodeDecodeError as error:
         raise PortError(f"{name}: not UTF-8: {error}") from None
+
+
+def matched_lines(before: Sequence[str], after: Sequence[str]) -> difflib.SequenceMatcher[str]:
+    return difflib.SequenceMatcher(None, before, after, autojunk=False)
 
 
 class Elsewhere:

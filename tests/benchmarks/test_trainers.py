@@ -75,6 +75,19 @@ def test_a_port_by_the_codemod_is_counted_beside_the_edits(tmp_path, monkeypatch
     assert "dtype" not in made and "# a layer" in made
 
 
+def test_the_codemod_deletes_nine_of_ten_lines_that_ports_by_hand_delete():
+    removed = both = dtypes = both_dtypes = 0
+    for name in names():
+        record = next(iter(tables.load(name).values()))  # each has the counts of all files
+        removed, both = removed + record["removed"], both + record["codemod"]["both"]
+        dtypes = dtypes + record["codemod"]["dtypes"]
+        both_dtypes = both_dtypes + record["codemod"]["both_dtypes"]
+    assert both >= 0.9 * removed and both_dtypes >= 0.9 * dtypes
+    page = " ".join((tables.ROOT / "docs" / "porting.md").read_text().split())
+    told = f"{removed} lines the codemod deletes or changes {both} ({both / removed:.0%})"
+    assert f"Of all {told}, and of the {dtypes} with a dtype {both_dtypes}" in page
+
+
 def _found(way, value, digest="a"):
     exact = ([np.ones(2)], [np.ones(2)], 1.0)
     half = ([np.full(2, value)], [np.ones(2)], 0.0)

@@ -170,8 +170,7 @@ RULES = {
 
         def attend(q, k):
             logits = jnp.einsum("td,sd->ts", q, k)
-            wide = logits
-            return jax.nn.softmax(wide, axis=-1)
+            return jax.nn.softmax(logits, axis=-1)
 
 
         class RMSNorm(nn.Module):
@@ -602,8 +601,7 @@ RULES = {
         class Net(nn.Module):
             @nn.compact
             def __call__(self, x):
-                y = nn.Dense(3)(x)
-                return y
+                return nn.Dense(3)(x)
         """,
     ),
     "a docstring in NumPy's style": (
@@ -723,11 +721,197 @@ RULES = {
         """
         def f(x):
             y = jnp.exp(x)
-            z = (jnp.exp(y) +
-                jnp.exp(x))
-            return y, (
-                y * z
-            )
+            z = jnp.exp(y) + jnp.exp(x)
+            return y, (y * z)
+        """,
+    ),
+    "calls that fit on a line": (
+        """
+        class Net(nn.Module):
+            dtype: Any = jnp.float32
+
+            @nn.compact
+            def __call__(self, x, *, of_a_long_name, of_another_name, and_of_the_last_name):
+                x = nn.Dense(
+                    32, name="up", dtype=self.dtype
+                )(x)
+                y = nn.Dense(
+                    32,
+                    name="gate",
+                    dtype=self.dtype,
+                )(x)
+                z = nn.Dense(
+                    32, dtype=self.dtype  # of the width of x
+                )(x)
+                w = (
+                    x * y
+                    + z
+                ).astype(self.dtype)
+                x = nn.Dense(
+                    w.shape[-1], name="a_layer_with_a_name_of_more_than", dtype=self.dtype
+                )(w)
+                return nn.Sequential([
+                    nn.Dense(3), nn.Dense(4)
+                ])(x)
+        """,
+        """
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x, *, of_a_long_name, of_another_name, and_of_the_last_name):
+                x = nn.Dense(32, name="up")(x)
+                y = nn.Dense(
+                    32,
+                    name="gate",
+                )(x)
+                z = nn.Dense(
+                    32  # of the width of x
+                )(x)
+                w = x * y + z
+                x = nn.Dense(
+                    w.shape[-1], name="a_layer_with_a_name_of_more_than"
+                )(w)
+                return nn.Sequential([
+                    nn.Dense(3), nn.Dense(4)
+                ])(x)
+        """,
+    ),
+    "values that are only returned": (
+        """
+        class Net(nn.Module):
+            def last(self, x):
+                out = jnp.exp(x)  # in float32
+                # The scale overflows in bfloat16, so cast
+                # here.
+                return out.astype(x.dtype)
+
+            def pair(self, x):
+                out = jnp.exp(x)
+                return out.astype(x.dtype), None
+
+            def second(self, x):
+                out = jnp.exp(x)
+                return None, out.astype(x.dtype)
+
+            def as_before(self, x):
+                out = jnp.exp(x).astype(x.dtype)
+                return out
+
+            def said(self, x):
+                out = jnp.exp(x)  # positive
+                return out.astype(x.dtype)
+
+            def tried(self, x):
+                try:
+                    out = jnp.exp(x)
+                    return out.astype(x.dtype)
+                finally:
+                    print(out)
+
+            def read_by_another(self, x):
+                shape = lambda: out.shape
+                out = jnp.exp(x)
+                return out.astype(x.dtype)
+        """,
+        """
+        class Net(nn.Module):
+            def last(self, x):
+                return jnp.exp(x)
+
+            def pair(self, x):
+                return jnp.exp(x), None
+
+            def second(self, x):
+                out = jnp.exp(x)
+                return None, out
+
+            def as_before(self, x):
+                out = jnp.exp(x)
+                return out
+
+            def said(self, x):
+                out = jnp.exp(x)  # positive
+                return out
+
+            def tried(self, x):
+                try:
+                    out = jnp.exp(x)
+                    return out
+                finally:
+                    print(out)
+
+            def read_by_another(self, x):
+                shape = lambda: out.shape
+                out = jnp.exp(x)
+                return out
+        """,
+    ),
+    "copies of a name": (
+        """
+        class Norm(nn.Module):
+            dtype: Any = jnp.float32
+
+            def setup(self):
+                self.w = self.param("w", nn.initializers.ones, (3,))
+
+            def __call__(self, x):
+                wide = x.astype(jnp.float32)
+                return wide * jax.lax.rsqrt(jnp.square(wide).mean())
+
+            def moved(self, x):
+                wide = jnp.exp(x).astype(self.dtype)
+                before = wide.astype(self.dtype)
+                wide = wide + 1
+                return wide * before
+
+            def of_weights(self, x):
+                w = self.w.astype(self.dtype)
+                return jnp.dot(jnp.exp(x), w.T)
+
+            def twice(self, x):
+                w = self.w.astype(self.dtype)
+                return jnp.exp(x) * w + w
+
+            def of_copies(self, x):
+                a = jnp.exp(x)
+                b = a.astype(self.dtype)
+                c = b.astype(self.dtype)
+                return c * c
+
+            def shadowed(self, x):
+                a = jnp.exp(x)
+                b = a.astype(self.dtype)
+                return [b * a for a in range(3)]
+        """,
+        """
+        class Norm(nn.Module):
+            def setup(self):
+                self.w = self.param("w", nn.initializers.ones, (3,))
+
+            def __call__(self, x):
+                return x * jax.lax.rsqrt(jnp.square(x).mean())
+
+            def moved(self, x):
+                wide = jnp.exp(x)
+                before = wide
+                wide = wide + 1
+                return wide * before
+
+            def of_weights(self, x):
+                return jnp.dot(jnp.exp(x), self.w.T)
+
+            def twice(self, x):
+                w = self.w
+                return jnp.exp(x) * w + w
+
+            def of_copies(self, x):
+                a = jnp.exp(x)
+                c = a
+                return c * c
+
+            def shadowed(self, x):
+                a = jnp.exp(x)
+                b = a
+                return [b * a for a in range(3)]
         """,
     ),
 }
