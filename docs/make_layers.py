@@ -208,13 +208,13 @@ FUNCTIONS = (
     Row("pool", "the reduction of windows", "reduces in half precision", _POOL),
     Row(
         "max_pool",
-        "the gradient, if more than four windows overlap",
+        "the gradient, if more than four windows overlap, and on GPUs",
         "sums the gradient in half precision",
         _MAX_POOL,
     ),
     Row(
         "min_pool",
-        "the gradient, if more than four windows overlap",
+        "the gradient, if more than four windows overlap, and on GPUs",
         "sums the gradient in half precision",
         one(_MAX_POOL, "nnx"),
     ),

@@ -203,7 +203,8 @@ def max_pool(
     """Returns the maximum of each window, which is exact; arguments as in `pool`.
 
     Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the
-    input's dtype.
+    input's dtype. Programs that are traced for a GPU under a policy sum those of windows of at most
+    16 elements in float32, see `mpmodules.functions.max_pooling`.
 
     Example:
       >>> x = jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 4, 1)
@@ -222,7 +223,8 @@ def min_pool(
     """Returns the minimum of each window, which is exact; arguments as in `pool`.
 
     Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the
-    input's dtype.
+    input's dtype. Programs that are traced for a GPU under a policy sum those of windows of at most
+    16 elements in float32, see `mpmodules.functions.max_pooling`.
 
     Example:
       >>> x = jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 4, 1)
