@@ -146,6 +146,9 @@ def _without_cast(flow: DtypeFlow, node: cst.Call, operand: cst.CSTNode) -> Edit
         inner: Any = updated.args[places[0]].value if places else updated.func.value  # type: ignore
         if operands.is_variable(flow, operand):
             return cst.parse_expression("_[...]").with_changes(value=inner)
+        held = [n for p in (*updated.lpar, *updated.rpar) for n in nodes_of(p)]
+        if any(isinstance(n, cst.Comment) for n in held):
+            return inner.with_changes(lpar=updated.lpar, rpar=updated.rpar)
         if not parentheses:
             return inner.with_changes(lpar=[], rpar=[]) if is_short else inner
         if inner.lpar:

@@ -16,7 +16,13 @@ from policy.porting.flow import DtypeFlow
 from policy.porting.imports import ported_imports
 from policy.porting.sources import Elsewhere, ParsedFile, PortError, matched_lines, read_file
 from policy.porting.syntax import is_self, last_name
-from policy.porting.tidying import Written, copy_edits, joined, return_edits
+from policy.porting.tidying import (
+    Written,
+    copy_edits,
+    has_plain_lines,
+    joined,
+    return_edits,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +79,11 @@ def port(names: Sequence[str]) -> tuple[list[Ported], list[str]]:
 
 
 def _tidied(source: ParsedFile, before: str) -> ParsedFile:
+    if not has_plain_lines(source.text):
+        return source
     for edits_of in (copy_edits, return_edits):
-        edits = edits_of(source, Written(before, source.text))
-        source = _with_text(source, edits.text(source.module))
+        if edits := edits_of(source, Written(before, source.text)):
+            source = _with_text(source, edits.text(source.module))
     return _with_text(source, joined(before, source.text))
 
 

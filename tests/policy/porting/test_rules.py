@@ -924,6 +924,113 @@ def test_a_rule(name, tmp_path):
     assert body == text_of(after)
 
 
+STAYS = {
+    "a copy of one turn of a loop": """
+        for i in range(3):
+            x = jnp.sin(x)
+            if i == 0:
+                first = x.CAST
+        return first + x
+    """,
+    "a copy before its value is deleted": """
+        y = x.CAST
+        del x
+        return y + y
+    """,
+    "a copy before a match binds its value": """
+        y = x.CAST
+        match self.mode:
+            case (x, _):
+                print(x)
+        return y + y
+    """,
+    "a copy before a walrus binds its value": """
+        y = x.CAST
+        z = [x := x + i for i in range(3)]
+        return y + y, z
+    """,
+    "a copy before a function changes its value": """
+        def step():
+            nonlocal x
+            x = x + 1
+        y = x.CAST
+        step()
+        return y * x
+    """,
+    "a copy whose name is printed": """
+        y = x.CAST
+        print(f"{y=}")
+        return x
+    """,
+    "a copy that has a comment": """
+        z = jnp.sin(x)
+        # Keeps the residual.
+        y = x.CAST
+        return y * z
+    """,
+    "an attribute that the next line may set": """
+        w = self.w.CAST
+        return self.bump(x) * w
+    """,
+    "a value that a later line reads": """
+        out = jnp.exp(x)
+        return out.CAST
+        print(out)
+    """,
+    "a value in a try": """
+        try:
+            out = jnp.exp(x)
+            return out.CAST
+        except* ValueError:
+            print(out)
+    """,
+    "a value with comments in its parentheses": """
+        out = jnp.exp(x)
+        return (  # of the batch
+            out.CAST
+        )
+    """,
+    "a call with a line that goes on": """
+        x = nn.Dense(
+            32, \\
+            name="up")(x.CAST)
+        return x
+    """,
+    "a matrix in a call that loses something": """
+        table = jnp.asarray([
+            [1.0, 2.0],
+            [3.0, 4.0]
+        ]).CAST
+        return x @ table
+    """,
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_only_its_cast_goes(name, tmp_path):
+    body = textwrap.indent(textwrap.dedent(STAYS[name]), " " * 8)
+    text = "class Net(nn.Module):\n    dtype: Any = jnp.float32\n\n"
+    text += "    def setup(self):\n        self.w = self.param('w', nn.initializers.ones, (3,))\n\n"
+    text += "    def __call__(self, x):\n        x = jnp.exp(x)\n" + body
+    (found,), _ = ported(tmp_path, text.replace("CAST", "astype(self.dtype)"))
+    expected = text.replace(".CAST", "").replace("    dtype: Any = jnp.float32\n", "")
+    assert found == text_of(expected)
+
+
+def test_lines_that_python_breaks_elsewhere_are_not_tidied(tmp_path):
+    text = "class Net(nn.Module):\n    dtype: Any = None\n    def __call__(self, x):\n\x0c\n"
+    text += "        return nn.Dense(\n            3, dtype=self.dtype\n        )(x)\n"
+    (found,), _ = ported(tmp_path, text)
+    assert "nn.Dense(\n" in found and "dtype" not in found
+
+
+def test_a_chain_of_methods_is_joined_at_its_dots(tmp_path):
+    text = "class Net(nn.Module):\n    dtype: Any = None\n    def __call__(self, x):\n"
+    text += "        x = (\n            nn.Dense(3, dtype=self.dtype)(x)\n            .sum()\n"
+    (found,), _ = ported(tmp_path, text + "        )\n        return x\n")
+    assert "x = nn.Dense(3)(x).sum()" in found
+
+
 LEFT = {
     "a file that is not given": (
         "def f(x, dtype=jnp.float32):\n    return other.g(x, dtype)\n",
