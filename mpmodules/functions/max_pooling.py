@@ -2,8 +2,8 @@
 
 The gradient goes to the first extremum of each window. XLA for GPUs finds it by a reduction over
 positions, which has an int32 array of the output's shape for each axis, and adds up by a scatter.
-The one here compares the input with the output again. Its temporaries are boolean, and it adds up
-in float32, in a fixed order.
+The one here compares the input with the output again: its temporary is one int8 array, and it adds
+up in float32, in a fixed order.
 """
 
 from __future__ import annotations
@@ -24,12 +24,29 @@ from policy.core.dtypes import backend
 Sizes = tuple[int, ...]
 Pads = tuple[tuple[int, int], ...]
 _MOST_ELEMENTS = 16  # of a window: the gradient has as many terms
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)  # which have infinities
 
 
-def takes(window_shape: Sequence[int]) -> bool:
-    """Returns whether programs are traced for a GPU, and windows are small enough."""
+def takes(
+    x: jax.Array,
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None,
+    padding: str | Sequence[tuple[int, int]],
+) -> bool:
+    """Returns whether `extremum` takes these arguments, which are those of `flax.linen.max_pool`.
+
+    It is for programs that are traced for a GPU, and for small windows that fit into the input.
+    """
+    sizes = x.shape[-1 - len(window_shape) : -1]
+    pads = [(0, 0)] * len(window_shape) if isinstance(padding, str) else padding
+    lengths = {len(sizes), len(window_shape), len(pads), len(strides or window_shape)}
+    if len(lengths) > 1 or not all(isinstance(pad, Sequence) and len(pad) == 2 for pad in pads):
+        return False  # Flax says what is wrong
+    each = zip(sizes, window_shape, pads, strict=True)
+    fits = all(isinstance(n, int) and n + sum(pad) >= size for n, size, pad in each)
     is_small = math.prod(window_shape) <= _MOST_ELEMENTS
-    return is_small and backend()[0] in ("gpu", "cuda", "rocm")
+    is_usual = fits and is_small and x.dtype in _DTYPES
+    return is_usual and backend()[0] in ("gpu", "cuda", "rocm")
 
 
 def extremum(
@@ -98,14 +115,18 @@ def _at_first(
     config = [(a, end - a - n, 0) for (a, _), end, n in zip(pads, ends, x.shape, strict=True)]
     wide = working_dtype(t.dtype)
     x, t = lax.pad(x, padding, config), lax.pad(t.astype(wide), np.zeros((), wide), config)
-    found = jnp.zeros(out.shape, bool)
-    total = jnp.zeros(out.shape, t.dtype)
-    for start in np.ndindex(*window):
-        limits = [
-            a + (n - 1) * step + 1 for a, n, step in zip(start, out.shape, steps, strict=True)
-        ]
-        here, of_here = (lax.slice(whole, start, limits, steps) for whole in (x, t))
-        is_first = ((here == out) | (here != here)) & ~found
-        total = total + jnp.where(is_first, of_here, jnp.zeros_like(of_here))
-        found = found | is_first
+
+    def places(whole: jax.Array) -> list[jax.Array]:
+        """Returns the elements at each place of the windows."""
+        ends = [(n - 1) * step + 1 for n, step in zip(out.shape, steps, strict=True)]
+        starts = np.ndindex(*window)
+        return [lax.slice(whole, a, np.add(a, ends).tolist(), steps) for a in starts]
+
+    first, is_nan = jnp.zeros(out.shape, jnp.int8), out != out
+    for place, here in reversed([*enumerate(places(x))]):
+        is_extremum = jnp.where(is_nan, here != here, here == out)
+        first = jnp.where(is_extremum, jnp.int8(place), first)
+    total = jnp.zeros(out.shape, wide)
+    for place, here in enumerate(places(t)):
+        total = total + jnp.where(first == place, here, jnp.zeros_like(here))
     return total.astype(out.dtype)

@@ -243,8 +243,9 @@ def _extremum(
     largest: bool,
 ) -> jax.Array:
     x = jnp.asarray(inputs)
-    is_ours = jnp.issubdtype(x.dtype, jnp.floating) and max_pooling.takes(window_shape)
-    if is_ours and (current_policy() is not None or is_half(x.dtype)):
+    # last, as it asks JAX for its devices
+    is_ours = current_policy() is not None or is_half(x.dtype)
+    if is_ours and max_pooling.takes(x, window_shape, strides, padding):
         return max_pooling.extremum(x, window_shape, strides, padding, largest=largest)
     init, reduce_fn = (-jnp.inf, lax.max) if largest else (jnp.inf, lax.min)
     return pool(x, init, reduce_fn, window_shape, strides, padding)

@@ -411,11 +411,19 @@ def _in_one_pass(
         each = zip(jax.tree.leaves(nodes[first]), encoded, modes, strict=True)
         nodes[first] = tree.unflatten(
             written_with(moment, cast(jax.Array, pair))
-            if mode.fits_one_pass and moment.dtype == jnp.float32
+            if mode.fits_one_pass and _is_like(moment, cast(jax.Array, pair))
             else moment
             for moment, pair, mode in each
         )
     return inner._replace(state=outer.unflatten(nodes))
+
+
+def _is_like(moment: jax.Array, pair: jax.Array) -> bool:
+    """Returns whether a moment is float32, and split over devices as a param's pair is."""
+    types = jax.typeof(moment), jax.typeof(pair)
+    shardings = [getattr(one, "sharding", None) for one in types]
+    is_same = shardings[0] == shardings[1] and varying_axes(moment) == varying_axes(pair)
+    return is_same and moment.dtype == jnp.float32
 
 
 def _is_eager(given: Given) -> bool:

@@ -104,11 +104,15 @@ def written_with(moment: jax.Array, pair: jax.Array) -> jax.Array:
     return lax.platform_dependent(moment, pair, tpu=_tied, default=lambda moment, pair: moment)
 
 
+@jax.custom_jvp
 def _tied(moment: jax.Array, pair: jax.Array) -> jax.Array:
     # 0; the high half is not, where the conversion to bfloat16 changes the payload of a NaN
     zero = (_pair(*_halves_in_turn(pair)) ^ pair) & jnp.uint32(0xFFFF)
     bits = lax.bitcast_convert_type(moment, jnp.uint32)
     return lax.bitcast_convert_type(bits ^ zero, moment.dtype)
+
+
+_tied.defjvps(lambda tangent, out, moment, pair: tangent, None)
 
 
 def _pair(high: jax.Array, low: jax.Array) -> jax.Array:

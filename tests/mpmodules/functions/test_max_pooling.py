@@ -109,3 +109,45 @@ def test_backward_keeps_its_input_and_its_output_alone():
     kept = [leaf for leaf in jax.tree.leaves(backward) if getattr(leaf, "size", 0) > 1]
     assert sorted(leaf.shape for leaf in kept) == [(2, 4, 4, 3), (2, 8, 8, 3)]
     assert {leaf.dtype for leaf in kept} == {jnp.dtype("bfloat16")}
+
+
+def pooled(x, *arguments):
+    with of_gpu(), use_policy("mixed_bfloat16"):
+        return jax.vjp(lambda x: nn.max_pool(x, *arguments), x)
+
+
+@pytest.mark.parametrize(
+    "shape, arguments",
+    [
+        ((2, 2, 2, 3), ((4, 4), (2, 2))),  # no window fits
+        ((2, 0, 6, 3), ((3, 3), (2, 2), "SAME")),
+        ((2, 5, 5, 3), ((3, 3), (2, 2), ((-2, -2), (0, 0)))),
+    ],
+)
+def test_windows_that_are_larger_than_the_input_are_upstreams(shape, arguments):
+    out, backward = pooled(jnp.ones(shape), *arguments)
+    assert out.size == 0
+    if shape[1] < 5:  # upstream can't differentiate negative padding
+        np.testing.assert_array_equal(backward(out)[0], jnp.zeros(shape))
+
+
+def test_dtypes_without_infinities_are_upstreams():
+    x = jnp.ones((1, 4, 4, 1), jnp.float8_e4m3fn)
+    np.testing.assert_array_equal(pooled(x, (2, 2))[0].astype(jnp.float32), jnp.ones((1, 3, 3, 1)))
+
+
+def test_sizes_that_are_not_known_are_upstreams():
+    (size,) = jax.export.symbolic_shape("h", constraints=["h>=4"])
+    x = jax.ShapeDtypeStruct((1, size, size, 2), jnp.bfloat16)
+    with of_gpu(), use_policy("mixed_bfloat16"):
+        pool = jax.jit(lambda x: nn.max_pool(x, (3, 3), (2, 2), "SAME"))
+        assert jax.export.export(pool)(x).out_avals[0].ndim == 4
+
+
+def test_wrong_arguments_are_refused_with_upstreams_words():
+    for arguments in (((2, 2), (1,)), ((2, 2), None, (1, 1)), ((2, 2, 2, 2),)):
+        with pytest.raises(Exception) as theirs:
+            nn.max_pool(jnp.ones((1, 4, 4, 1)), *arguments)
+        with pytest.raises(type(theirs.value)) as ours:
+            pooled(jnp.ones((1, 4, 4, 1)), *arguments)
+        assert str(ours.value) == str(theirs.value)

@@ -84,6 +84,8 @@ def test_a_moment_that_is_written_with_both_halves_keeps_every_bit():
     for pair in (pack(moment), jax.random.bits(jax.random.key(0), moment.shape)):
         tied = storage_modes._tied(moment, pair)
         assert_same(*(lax.bitcast_convert_type(x, jnp.uint32) for x in (tied, moment)))
+    slope = jax.grad(lambda x: storage_modes._tied(x, jnp.zeros(3, jnp.uint32)).sum())(jnp.ones(3))
+    assert_same(slope, jnp.ones(3))
 
 
 @pytest.mark.parametrize("tree", [{"a": (3, 4), "b": (2,)}, (3,)])
