@@ -100,7 +100,6 @@ def written_with(moment: jax.Array, pair: jax.Array) -> jax.Array:
       moment: float32, of the param's shape.
       pair: uint32, the result of `pack`.
     """
-
     return lax.platform_dependent(moment, pair, tpu=_tied, default=lambda moment, pair: moment)
 
 

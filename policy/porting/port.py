@@ -16,13 +16,7 @@ from policy.porting.flow import DtypeFlow
 from policy.porting.imports import ported_imports
 from policy.porting.sources import Elsewhere, ParsedFile, PortError, matched_lines, read_file
 from policy.porting.syntax import is_self, last_name
-from policy.porting.tidying import (
-    Written,
-    copy_edits,
-    has_plain_lines,
-    joined,
-    return_edits,
-)
+from policy.porting.tidying import Written, copy_edits, has_plain_lines, joined, return_edits
 
 
 @dataclasses.dataclass(frozen=True)
