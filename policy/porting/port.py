@@ -16,7 +16,13 @@ from policy.porting.flow import DtypeFlow
 from policy.porting.imports import ported_imports
 from policy.porting.sources import Elsewhere, ParsedFile, PortError, matched_lines, read_file
 from policy.porting.syntax import is_self, last_name
-from policy.porting.tidying import Written, copy_edits, has_plain_lines, joined, return_edits
+from policy.porting.tidying import (
+    Written,
+    copy_edits,
+    has_plain_lines,
+    return_edits,
+    with_short_brackets_joined,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +84,7 @@ def _tidied(source: ParsedFile, before: str) -> ParsedFile:
     for edits_of in (copy_edits, return_edits):
         if edits := edits_of(source, Written(before, source.text)):
             source = _with_text(source, edits.text(source.module))
-    return _with_text(source, joined(before, source.text))
+    return _with_text(source, with_short_brackets_joined(before, source.text))
 
 
 def _place(note: str) -> tuple[str, int, str]:

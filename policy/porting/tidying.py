@@ -191,7 +191,7 @@ _ASSIGNS = ("=", "+=", "-=", "*=", "/=", "return")
 _WIDTHS = (79, 80, 88, 100, 119, 120)  # that formatters and linters take
 
 
-def joined(before: str, after: str) -> str:
+def with_short_brackets_joined(before: str, after: str) -> str:
     """Puts brackets that lost something on one line, where it fits the width of the file.
 
     Brackets with a comma before their end or a comment stay, as formatters leave them.
