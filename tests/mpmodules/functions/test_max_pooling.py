@@ -2,6 +2,7 @@
 
 import contextlib
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +146,8 @@ def test_sizes_that_are_not_known_are_upstreams():
 
 
 def test_wrong_arguments_are_refused_with_upstreams_words():
-    for arguments in (((2, 2), (1,)), ((2, 2), None, (1, 1)), ((2, 2, 2, 2),)):
+    wrong: Any = ((2, 2), (1,)), ((2, 2), None, (1, 1)), ((2, 2, 2, 2),)
+    for arguments in wrong:
         with pytest.raises(Exception) as theirs:
             nn.max_pool(jnp.ones((1, 4, 4, 1)), *arguments)
         with pytest.raises(type(theirs.value)) as ours:

@@ -128,7 +128,8 @@ def test_a_written_param_beside_a_stale_low_half_is_honoured_to_within_an_ulp(lo
     assert np.isfinite(joined[finite]).all()
     assert_close_in_ulps(joined[finite], exact[finite], 0.5, jnp.bfloat16)
     # a step that changes nothing keeps every bit, NaN's too
-    assert_same(halves(REMAINDER.encode_same(param, stale), jnp.bfloat16), (param, stale))
+    pair: Any = REMAINDER.encode_same(param, stale)
+    assert_same(halves(pair, jnp.bfloat16), (param, stale))
 
 
 @pytest.mark.parametrize("key", [None, jax.random.key(0)])
