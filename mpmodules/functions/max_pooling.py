@@ -3,7 +3,7 @@
 The gradient goes to the first extremum of each window. XLA for GPUs finds it by a reduction over
 positions, which has an int32 array of the output's shape for each axis, and adds up by a scatter.
 The one here compares the input with the output again: its temporary is one int8 array, and it adds
-up in float32, in a fixed order.
+up in reduction_dtype, in a fixed order.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.core.arrays import working_dtype
 from policy.core.dtypes import backend
+from policy.core.scope import reduction_dtype_of
 
 Sizes = tuple[int, ...]
 Pads = tuple[tuple[int, int], ...]
@@ -74,11 +74,14 @@ def extremum(
         pads = lax.padtype_to_pads(x.shape, window, steps, padding)
     else:
         pads = ((0, 0),) * others + tuple(padding) + ((0, 0),)
-    return _extremum(x, window, steps, tuple((int(a), int(b)) for a, b in pads), largest)
+    pads, wide = tuple((int(a), int(b)) for a, b in pads), np.dtype(reduction_dtype_of(x))
+    return _extremum(x, window, steps, pads, largest, wide)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
-def _extremum(x: jax.Array, window: Sizes, steps: Sizes, pads: Pads, largest: bool) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4, 5))
+def _extremum(
+    x: jax.Array, window: Sizes, steps: Sizes, pads: Pads, largest: bool, wide: np.dtype
+) -> jax.Array:
     init, reduce = _least(x.dtype, largest), lax.max if largest else lax.min
     return lax.reduce_window(x, init, reduce, window, steps, pads)
 
@@ -89,12 +92,18 @@ def _least(dtype: DTypeLike, largest: bool) -> np.ndarray:
 
 @_extremum.defjvp
 def _(
-    window: Sizes, steps: Sizes, pads: Pads, largest: bool, primals: tuple, tangents: tuple
+    window: Sizes,
+    steps: Sizes,
+    pads: Pads,
+    largest: bool,
+    wide: np.dtype,
+    primals: tuple[jax.Array],
+    tangents: tuple[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    out = _extremum(*primals, window, steps, pads, largest)
+    out = _extremum(*primals, window, steps, pads, largest, wide)
+    options = {"padding": _least(out.dtype, largest), "wide": wide}
+    first = functools.partial(_at_first, window=window, steps=steps, pads=pads, **options)
     # The checkpoint keeps x and out for backward, not the comparisons.
-    padding = _least(out.dtype, largest)
-    first = functools.partial(_at_first, padding=padding, window=window, steps=steps, pads=pads)
     return out, jax.checkpoint(first)(*tangents, *primals, out)
 
 
@@ -104,6 +113,7 @@ def _at_first(
     out: jax.Array,
     *,
     padding: np.ndarray,
+    wide: np.dtype,
     window: Sizes,
     steps: Sizes,
     pads: Pads,
@@ -113,7 +123,6 @@ def _at_first(
     """
     ends = [(n - 1) * step + size for n, step, size in zip(out.shape, steps, window, strict=True)]
     config = [(a, end - a - n, 0) for (a, _), end, n in zip(pads, ends, x.shape, strict=True)]
-    wide = working_dtype(t.dtype)
     x, t = lax.pad(x, padding, config), lax.pad(t.astype(wide), np.zeros((), wide), config)
 
     def places(whole: jax.Array) -> list[jax.Array]:

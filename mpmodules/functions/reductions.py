@@ -202,9 +202,9 @@ def max_pool(
 ) -> jax.Array:
     """Returns the maximum of each window, which is exact; arguments as in `pool`.
 
-    Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the
-    input's dtype. Programs that are traced for a GPU under a policy sum those of windows of at most
-    16 elements in float32, see `mpmodules.functions.max_pooling`.
+    Where more than four windows overlap, their gradients are summed in reduction_dtype; so are
+    those of windows of at most 16 elements in a program that is traced for a GPU under a policy
+    (`mpmodules.functions.max_pooling`). All others are summed in the input's dtype.
 
     Example:
       >>> x = jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 4, 1)
@@ -222,9 +222,9 @@ def min_pool(
 ) -> jax.Array:
     """Returns the minimum of each window, which is exact; arguments as in `pool`.
 
-    Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the
-    input's dtype. Programs that are traced for a GPU under a policy sum those of windows of at most
-    16 elements in float32, see `mpmodules.functions.max_pooling`.
+    Where more than four windows overlap, their gradients are summed in reduction_dtype; so are
+    those of windows of at most 16 elements in a program that is traced for a GPU under a policy
+    (`mpmodules.functions.max_pooling`). All others are summed in the input's dtype.
 
     Example:
       >>> x = jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 4, 1)

@@ -9,20 +9,23 @@ from collections.abc import Sequence
 import libcst as cst
 
 from policy.porting import dtypes
+from policy.porting.brackets import with_short_brackets_joined
 from policy.porting.cleanup import docstring_edits, unread, unread_edits, unread_notes
 from policy.porting.definitions import Project
 from policy.porting.edits import Edits
 from policy.porting.flow import DtypeFlow
 from policy.porting.imports import ported_imports
-from policy.porting.sources import Elsewhere, ParsedFile, PortError, matched_lines, read_file
-from policy.porting.syntax import is_self, last_name
-from policy.porting.tidying import (
+from policy.porting.sources import (
+    Elsewhere,
+    ParsedFile,
+    PortError,
     Written,
-    copy_edits,
     has_plain_lines,
-    return_edits,
-    with_short_brackets_joined,
+    matched_lines,
+    read_file,
 )
+from policy.porting.syntax import is_self, last_name
+from policy.porting.tidying import copy_edits, return_edits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -158,6 +158,31 @@ def matched_lines(before: Sequence[str], after: Sequence[str]) -> difflib.Sequen
     return difflib.SequenceMatcher(None, before, after, autojunk=False)
 
 
+class Written:
+    """The lines of a text, from 1, that are not those of the text before it.
+
+    Attributes:
+      lines: that are new or changed.
+      cuts: after which lines were deleted.
+    """
+
+    def __init__(self, before: str, after: str):
+        opcodes = matched_lines(before.splitlines(), after.splitlines()).get_opcodes()
+        changed = [places for tag, *places in opcodes if tag != "equal"]
+        self.lines = {line + 1 for _, _, j, end in changed for line in range(j, end)}
+        self.cuts = {end for i, i_end, j, end in changed if i_end - i > end - j}
+
+    def within(self, first: int, last: int) -> bool:
+        """Returns whether a range of lines has a new one, or lost one between two of its lines."""
+        is_new = any(first <= line <= last for line in self.lines)
+        return is_new or any(first <= line < last for line in self.cuts)
+
+
+def has_plain_lines(text: str) -> bool:
+    """Returns whether all line breaks are those that Python's tokens have."""
+    return text.splitlines() == text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+
+
 class Elsewhere:
     """The uses of names in the other files of the given files' packages.
 

@@ -78,6 +78,22 @@ def test_gradients_of_half_precision_are_summed_in_float32_and_rounded_once(dtyp
     assert jnp.count_nonzero(found) == 1
 
 
+def test_the_sums_of_a_gradient_are_in_the_policys_reduction_dtype():
+    x = jnp.ones((1, 5, 5, 1), jnp.bfloat16)
+
+    def sums(policy):
+        def pooled(x):
+            with of_gpu(), use_policy(policy):
+                return nn.max_pool(x, (3, 3))
+
+        sites = walk(jax.make_jaxpr(lambda x: jax.vjp(pooled, x)[1](pooled(x)))(x))
+        added = [site.equation for site in sites if site.name in ("add", "add_any")]
+        return {one.outvars[0].aval.dtype.name for one in added if one.outvars[0].aval.ndim}
+
+    assert sums("mixed_bfloat16") == {"float32"}
+    assert sums("p=f32,c=bf16,o=f32,reduction=bf16") == {"bfloat16"}
+
+
 def test_the_first_nan_of_a_window_gets_its_cotangent():
     x = jnp.array([[1.0, jnp.nan, jnp.nan]])[..., None]
     found = jax.grad(lambda x: extremum(x, (3,), None, ((1, 0),), largest=True).sum())(x)
