@@ -28,7 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from mpmodules.functions.functional import broadcast_like
-from policy.functions.checkpointing import cached_inline_jit
+from policy.functions.checkpointing import as_stored, cached_inline_jit
 
 Array = jax.Array
 _Parts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -99,10 +99,7 @@ def moments(region: Region, x: Array) -> tuple[Array, Array, Array]:
     """
     info = jnp.finfo(x.dtype)
     precision = info.nmant + 1
-    # XLA may drop a cast to half that a cast to float32 follows, but the sums are exact only of
-    # rounded numbers. With all of float32's exponents: in float16's own, its subnormal numbers
-    # would become 0.
-    wide = lax.reduce_precision(x.astype(jnp.float32), 8, info.nmant)
+    wide = as_stored(x).astype(jnp.float32)  # the sums are exact only of rounded numbers
     is_known = all(isinstance(x.shape[axis], int) for axis in region.axes)  # not of `jax.export`
     halves = _parts(wide.shape, region.axes, 2 ** (24 - precision)) if is_known else None
     if halves is None:
@@ -339,7 +336,8 @@ def _normalize(
         centre, offset = centre + offset, None
     root = lax.rsqrt(variance + epsilon)
     factor = root if scale is None else root * scale
-    y = (x.astype(jnp.float32) - centre) * factor  # the difference is exact where the two are close
+    wide = as_stored(x).astype(jnp.float32)
+    y = (wide - centre) * factor  # the difference is exact where the two are close
     if offset is not None:
         bias = _less(bias, offset * factor)
     return (y if bias is None else y + bias).astype(dtype), centre, offset, variance
@@ -384,7 +382,7 @@ def _derivative(
     x_tangent, by_normalized, by_region = tangents
     root = lax.rsqrt(variance + epsilon)
     factor = root if scale is None else root * scale
-    centred = x.astype(jnp.float32) - centre
+    centred = as_stored(x).astype(jnp.float32) - centre
     is_shared = all(factor.shape[axis] == 1 for axis in region.axes)
     if not is_shared and offset is not None:
         centred = centred - offset

@@ -22,7 +22,12 @@ from mpmodules.calls.classes import is_flax
 from mpmodules.functions.functional import broadcast_like, is_half, is_wider, mixing_allowed, widen
 from mpmodules.functions.normalization import Region, normalize, shift_of
 from policy.core.policy import Policy
-from policy.functions.checkpointing import is_hashable, keeping_inputs, keeping_inputs_once
+from policy.functions.checkpointing import (
+    as_stored,
+    is_hashable,
+    keeping_inputs,
+    keeping_inputs_once,
+)
 
 Array = jax.Array
 
@@ -267,7 +272,7 @@ def _normalized(
     mask: Array | None,
     running: Sequence[Array],
 ) -> tuple[Array, Array, Array]:
-    x, shift = x.astype(norm.wide), None
+    x, shift = as_stored(x).astype(norm.wide), None
     if norm.takes_statistics:
         shift = shift_of(norm.region, x) if norm.fast is None and norm.takes_mean else None
         x = x if shift is None else x - shift

@@ -17,10 +17,10 @@ from jax.typing import DTypeLike
 
 from policy.autocasting.values import CastValue, Values, cast
 from policy.functions.cast_like import cast_like
-from policy.functions.checkpointing import keeping_inputs
+from policy.functions.checkpointing import as_stored, keeping_inputs
 from policy.programs.dtypes import F32, explicit_sharding, is_floating_dtype
 from policy.programs.jaxprs import Equation, bind
-from policy.programs.primitives import BROADCASTS, COUNTS_TIES, REPEATS
+from policy.programs.primitives import BROADCASTS, COUNTS_TIES, EXTREMES, REPEATS
 
 
 class _Repeats(NamedTuple):
@@ -147,7 +147,31 @@ def widened_operand(equation: Equation, values: Values) -> Values:
     def widened(values: Iterable[CastValue]) -> list[Any]:
         return [one.as_dtype(F32) if one.is_half else one.array for one in values]
 
+    if equation.primitive.name in EXTREMES:
+        return [CastValue(_extremum(equation, values[0].array))]
     if equation.primitive.name not in COUNTS_TIES:
         return list(map(CastValue, run(*widened(values))))
     kept = keeping_inputs(lambda *arrays: run(*widened(map(CastValue, arrays))))
     return list(map(CastValue, kept(*(value.array for value in values))))
+
+
+def _extremum(equation: Equation, x: Any) -> Any:
+    """Returns the maxima or minima of a 16-bit array along axes, which are exact in any dtype.
+
+    The derivative is that of JAX, the mean of the tangents of equal extrema, summed in float32.
+    """
+    axes = equation.params["axes"]
+
+    def mean_of_equal(x: Any, out: Any, tangent: Any) -> Any:
+        is_extremum = as_stored(x) == as_stored(lax.expand_dims(out, axes))
+        total = functools.partial(jnp.sum, axis=axes, dtype=F32, where=is_extremum)
+        return (total(tangent) / total(jnp.ones_like(x))).astype(out.dtype)
+
+    run = jax.custom_jvp(lambda x: bind(equation, [x])[0])
+
+    @run.defjvp
+    def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+        out = run(*primals)
+        return out, keeping_inputs(mean_of_equal)(*primals, out, *tangents)
+
+    return run(x)

@@ -2,7 +2,7 @@
 
     p = sigmoid(x);  -y * log(p) - (1 - y) * log(1 - p)
 
-bfloat16 rounds a `p` above 1 - 2**-9 to 1, and the loss to infinity. So does the caller of a model
+bfloat16 rounds a `p` above 1 - 2**-9 to 1, and the loss to infinity. So does the user of a model
 that returns `p`.
 """
 
@@ -10,15 +10,22 @@ from __future__ import annotations
 
 from policy.autocasting.normalizations import COPIES
 from policy.programs import primitives
+from policy.programs.primitives import BOUNDED, STEEP_AT_BOUNDS
 from policy.programs.reading.graph import Graph, Node, Value
 
-_DIVERGES = primitives.DIVIDES - primitives.SQUARE_ROOTS - primitives.POWERS
 _MIXES = primitives.FORWARD_ADDITIONS | primitives.PRODUCTS | primitives.MINMAX | {"select_n"}
-_THROUGH = COPIES | _MIXES | primitives.SIGN_CHANGES | primitives.POWERS
+_PLACES = primitives.PLACES | {"stack"}
+_ALONE = COPIES | _MIXES | _PLACES | primitives.SIGN_CHANGES | primitives.POWERS
+_TOGETHER = primitives.ACCUMULATES | primitives.EXTREMES | primitives.ORDERS
+_INLINED = primitives.CALLS | {"jit"}
+_EPSILON = 0.01  # a number up to this keeps a divisor from 0: what it is added to is no complement
 
 
 def complements(graph: Graph, *, returns: bool) -> tuple[set[Node], set[Node]]:
-    """Returns the operations between bounded activations and logarithms, powers or divisors.
+    """Returns the operations between bounded activations and functions that are steep at a bound.
+
+    Sums and extrema are followed where a number is added to the activation, or to its sum: the
+    divisor of ``s / sum(s)`` is no complement.
 
     Args:
       graph: the program.
@@ -26,34 +33,75 @@ def complements(graph: Graph, *, returns: bool) -> tuple[set[Node], set[Node]]:
         or shift.
 
     Returns:
-      The operations, and the activations.
+      The operations, with those activations that a program inside an equation reads, whose
+      operands are saved in 16 bits otherwise; and the other activations.
     """
-    diverges = (node for node in graph.nodes if node.name in _DIVERGES)
-    read = [value for node in diverges for value in node.inputs[node.name == "div" :]]
-    before = _before(read, mixes=True)
+    steep = {node for node in graph.nodes if _is_steep(node)}
+    before: set[Node] = set()
+    for node in steep:
+        before |= _before(node.inputs[node.name == "div" :], mixes=True)
     if returns:
         before |= _before([v for v in graph.outputs if v.is_float], mixes=False)
-    activations = {node for node in before if node.name in primitives.BOUNDED}
+    activations = {node for node in before if node.name in BOUNDED}
     reached = set(activations)
     for node in graph.nodes:
         if node in before and any(value.maker in reached for value in node.inputs):
             reached.add(node)
+    activations -= {node for node in activations if _is_read_inside(node, reached | steep)}
     return reached - activations, activations
 
 
-def _before(values: list[Value], *, mixes: bool) -> set[Node]:
-    """Returns what computes some values, from bounded activations on.
+def _is_read_inside(activation: Node, users: set[Node]) -> bool:
+    """Returns whether some of an activation's users stand in a program that saves its operands."""
+    depth = _saved_depth(activation)
+    return any(user in users and _saved_depth(user) > depth for user in activation.out.readers)
 
-    Without `mixes`, each operation has one operand that is no number.
+
+def _saved_depth(node: Node) -> int:
+    return sum(name not in _INLINED for name in node.site.inside)
+
+
+def _is_steep(node: Node) -> bool:
+    return node.name in STEEP_AT_BOUNDS and not (
+        node.name == "integer_pow" and node.params["y"] > 0
+    )
+
+
+def _before(values: list[Value], *, mixes: bool) -> set[Node]:
+    """Returns the operations that compute some values, from bounded activations on.
+
+    Without `mixes`, each operation has one operand that is no number, and reduces nothing.
     """
     found: set[Node] = set()
-    waiting = list(values)
+    seen: set[tuple[Node, bool, bool]] = set()
+    waiting = [(value, False, False) for value in values]
     while waiting:
-        node = waiting.pop().maker
-        if node is None or node in found or node.name not in _THROUGH | primitives.BOUNDED:
+        value, is_reduced, is_shifted = waiting.pop()
+        node = value.maker
+        if node is None or (node, is_reduced, is_shifted) in seen:
             continue
+        seen.add((node, is_reduced, is_shifted))
         operands = [value for value in node.inputs if value.is_float and value.number is None]
-        if node.name in primitives.BOUNDED or mixes or len(operands) == 1:
+        is_passed = node.name in _ALONE and (mixes or len(operands) < 2)
+        if node.name in BOUNDED:
+            found |= {node} if is_shifted or not is_reduced else set()
+        elif is_passed or (mixes and node.name in _TOGETHER):
             found.add(node)
-            waiting += [] if node.name in primitives.BOUNDED else operands
+            facts = is_reduced or node.name in _TOGETHER, is_shifted or _shifts(node)
+            waiting += [(operand, *facts) for operand in operands]
     return found
+
+
+def _shifts(node: Node) -> bool:
+    """Returns whether an operation adds a number to a value, or subtracts it, beyond an epsilon."""
+    if node.name not in primitives.FORWARD_ADDITIONS:
+        return False
+    numbers = map(_number, node.inputs)
+    return any(number is not None and abs(number) > _EPSILON for number in numbers)
+
+
+def _number(value: Value) -> float | None:
+    """Returns the number of a literal, or of an array that a literal is repeated in."""
+    while value.number is None and value.maker is not None and value.maker.name in COPIES:
+        value = value.maker.inputs[0]
+    return None if value.number is None else float(value.number)

@@ -308,10 +308,13 @@ def _dtypes(atoms: Sequence[Any]) -> set[Any]:
 
 
 def fits(constant: Any, dtype: DTypeLike) -> bool:
-    """Returns whether a number neither overflows nor vanishes in `dtype`."""
+    """Returns whether `dtype` holds a number with all its digits: no infinity for a finite number,
+    and no zero or subnormal number, whose reciprocal may overflow, for another one.
+    """
     with np.errstate(over="ignore", under="ignore"):
         narrow = np.asarray(constant).astype(dtype)
-    return bool(np.isinf(narrow) == np.isinf(constant) and (narrow == 0) == (constant == 0))
+    is_normal = abs(narrow) >= jnp.finfo(dtype).tiny or constant == 0 or np.isnan(constant)
+    return bool(np.isinf(narrow) == np.isinf(constant) and is_normal)
 
 
 def saturates(constant: Any, dtype: DTypeLike) -> bool:

@@ -61,7 +61,7 @@ def regions_of(jaxpr: OpenJaxpr, is_param: Sequence[bool], *, returns: bool) -> 
         measures, applies = complements(graph, returns=returns)
         found.measures.update(measures - found.applies)
         found.applies.update(applies - found.measures)
-    return _divided(graph, found) if found.applies else NOWHERE
+    return _divided(graph, found) if found.measures or found.applies else NOWHERE
 
 
 def _divided(graph: Graph, found: Found) -> Regions:

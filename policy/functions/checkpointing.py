@@ -1,4 +1,4 @@
-"""Contents of memory: float32 values that are rematerialised, and half-precision arrays on GPUs."""
+"""Contents of memory: rematerialized float32 values, and 16-bit arrays as memory holds them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.interpreters import ad, batching, mlir
 
+from policy.programs.dtypes import HALVES, dtype_name
 from policy.programs.primitives import SAVED
 
 # --------------------------------------------------------------------------------------------------
-# Rematerialisation: the residuals are the inputs and the results of reductions and collectives
+# Rematerialization: the residuals are the inputs and the results of reductions and collectives
 # --------------------------------------------------------------------------------------------------
 
 
 def keeping_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Checkpoints `function`, saving only its inputs and results of reductions and collectives.
 
-    Everything else is recomputed elementwise from those, so a function that widens its inputs to
-    float32 leaves no float32 copy of them in memory. Without differentiation the program is that of
-    `function`.
+    Everything else is recomputed elementwise from those, so a function that upcasts its inputs to
+    float32 leaves no float32 copy of them in memory. A function that reduces 16-bit inputs reads
+    them by `as_stored`, so that backward has the numbers that were reduced. Without differentiation
+    the program is that of `function`.
 
     Args:
       function: arrays in, a tree of arrays out; may close over arrays.
@@ -76,34 +79,56 @@ def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Half-precision arrays that XLA for GPUs writes to memory in half precision
+# 16-bit arrays as memory holds them
 #
-# XLA drops a cast to half precision that is followed by a cast to float32. On a GPU the operands of
-# a matmul are in memory. A cotangent that a matmul reads in half precision and a bias gradient sums
-# in float32 is then written twice, once in each dtype. On a TPU both readers are fused with the
-# producer of the cotangent, and no barrier is needed.
+# XLA drops a cast to 16 bits that is followed by a cast to float32, in each program for itself. So
+# a function may read an unrounded matmul, and its derivative, in another program or in a loop's
+# backward pass, the rounded one from memory: then no element equals the saved maximum, and
+# exp(x - saved logsumexp) is no probability.
 # --------------------------------------------------------------------------------------------------
 
 
-_materialize_p = jex_core.Primitive("materialize")
+def as_stored(x: Any) -> Any:
+    """Returns `x` unchanged; in every program a bfloat16 or float16 array has its rounded numbers.
+
+    The derivative is that of the identity. All else is returned as it is.
+    """
+    is_rounded = dtype_name(getattr(x, "dtype", None)) in HALVES
+    return _as_stored_p.bind(x) if is_rounded else x
+
+
+def _rounded(x: Array) -> Array:
+    # With float32's exponents: with those of float16, its subnormal numbers would become 0.
+    rounded = lax.reduce_precision(x.astype(jnp.float32), 8, int(jnp.finfo(x.dtype).nmant))
+    return rounded.astype(x.dtype)
 
 
 def materialized(x: Array) -> Array:
     """Returns `x` unchanged; programs for GPUs keep it in memory in its own dtype.
+
+    On a GPU the operands of a matmul are in memory. A cotangent that a matmul reads in 16 bits and
+    a bias gradient sums in float32 would be written twice, once in each dtype. On a TPU both users
+    are fused with the producer of the cotangent.
 
     It is linear, and its cotangent is materialized too.
     """
     return _materialize_p.bind(x)
 
 
-def _transpose(cotangent: Any, x: Any) -> list[Any]:
-    return [cotangent if isinstance(cotangent, ad.Zero) else materialized(cotangent)]
+def _identity(name: str, transposed: Callable[[Any], Any]) -> jex_core.Primitive:
+    """Returns a primitive that returns its operand; `transposed` maps its cotangent."""
+    primitive = jex_core.Primitive(name)
+    primitive.def_impl(lambda x: x)
+    primitive.def_abstract_eval(lambda aval: aval)
+    ad.deflinear2(primitive, lambda ct, _: [ct if isinstance(ct, ad.Zero) else transposed(ct)])
+    batching.defvectorized(primitive)
+    return primitive
 
 
-_materialize_p.def_impl(lambda x: x)
-_materialize_p.def_abstract_eval(lambda aval: aval)
-ad.deflinear2(_materialize_p, _transpose)
-batching.defvectorized(_materialize_p)
+_as_stored_p = _identity("as_stored", lambda cotangent: cotangent)
+mlir.register_lowering(_as_stored_p, mlir.lower_fun(_rounded, multiple_results=False))
+
+_materialize_p = _identity("materialize", materialized)
 mlir.register_lowering(_materialize_p, lambda context, x: [x])
 _barrier = mlir.lower_fun(lax.optimization_barrier, multiple_results=False)
 for _platform in ("cuda", "rocm"):

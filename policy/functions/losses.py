@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
 from policy.core.scope import reduction_dtype_of
-from policy.functions.checkpointing import keeping_inputs
+from policy.functions.checkpointing import as_stored, keeping_inputs
 from policy.functions.reductions import in_reduction_dtype
 
 # --------------------------------------------------------------------------------------------------
@@ -160,6 +160,7 @@ def _sparse_forward(
 ) -> tuple[Array, Array, Array]:
     """Returns the loss, the largest logit and the lse relative to it, each (..., 1)."""
     axis, smoothing, z_loss, wide = options
+    logits = as_stored(logits)
     largest = jnp.max(logits, axis, keepdims=True, where=where, initial=-jnp.inf)
     largest = lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0)).astype(wide)
     # Every logit minus the largest: lse and the chosen logit of a large mean would differ by too
@@ -192,7 +193,8 @@ def _sparse_jvp(
         # matrix in memory.
         kept, shares = _smoothing_shares(smoothing, where, logits, axis, wide)
         classes = lax.broadcasted_iota(labels.dtype, logits.shape, axis % logits.ndim)
-        probability = jnp.where(kept, jnp.exp(logits.astype(wide) - largest - rest), 0)
+        relative = as_stored(logits).astype(wide) - largest
+        probability = jnp.where(kept, jnp.exp(relative - rest), 0)
         if z_loss:
             probability = probability * (1 + 2 * z_loss * (largest + rest))
         target = jnp.where(classes == labels, np.asarray(1 - smoothing, wide), 0)

@@ -16,7 +16,7 @@ from numpy.lib.array_utils import normalize_axis_index
 
 from policy.core.arrays import is_floating, is_inexact
 from policy.core.scope import reduction_dtype_of, widest
-from policy.functions.checkpointing import keeping_inputs
+from policy.functions.checkpointing import as_stored, keeping_inputs
 
 __all__ = [
     "cumprod",
@@ -64,7 +64,7 @@ def in_reduction_dtype(
     out = jnp.dtype(dtype) if dtype is not None else widest(floating) if floating else wide
 
     def run(*arrays: Any) -> Any:
-        results = function(*(None if x is None else _as(x, wide) for x in arrays))
+        results = function(*(None if x is None else _as(as_stored(x), wide) for x in arrays))
         return jax.tree.map(lambda y: _as(y, out) if is_inexact(y) else y, results)
 
     if all(dtype == wide for dtype in floating):

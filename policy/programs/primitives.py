@@ -49,19 +49,22 @@ _TABLE: dict[str, dict[str, str]] = {
             bcsr_dot_general coo_matmat coo_matvec coo_spmm coo_spmv csr_matmat csr_matvec
             csr_spmm csr_spmv spsolve""",
         "special": """
-            bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma
+            bessel_i0e bessel_i1e igamma igamma_grad_a igammac polygamma
             regularized_incomplete_beta zeta
+            digamma lgamma: steep_at_bounds
             _copysign one_minus_square polynomial: gentle
             nextafter: reads_bits gentle""",
         "transcendental": """
-            acos acosh asin asinh atanh cosh exp2 expm1 log1p log2 sinh tan
-            erf_inv: gentle
+            asinh cosh exp2 expm1 sinh tan
+            acos acosh asin atanh log1p log2: steep_at_bounds
+            erf_inv: gentle steep_at_bounds
             exp: elementwise reads_logits
-            integer_pow square: elementwise powers gentle of_moments
-            log: elementwise infinite_at_zero
-            pow: elementwise
-            reciprocal: elementwise gentle
-            rsqrt: elementwise infinite_at_zero square_roots gentle""",
+            integer_pow: elementwise powers gentle of_moments steep_at_bounds
+            log: elementwise infinite_at_zero steep_at_bounds
+            pow: elementwise steep_at_bounds
+            reciprocal: elementwise gentle steep_at_bounds
+            rsqrt: elementwise infinite_at_zero square_roots gentle steep_at_bounds
+            square: elementwise powers gentle of_moments""",
         "trig": "cos sin",
         "window": """
             reduce_window_sum
@@ -73,7 +76,9 @@ _TABLE: dict[str, dict[str, str]] = {
             add: elementwise injective rescales of_moments joins_roots
             add_any: elementwise
             sub: elementwise injective rescales of_moments joins_roots reads_logits""",
-        "arith": "atan2 rem",
+        "arith": """
+            atan2
+            rem: steep_at_bounds""",
         "compare": "eq ge gt le lt ne",
         "compare-total": "eq_to le_to lt_to",
         "complex": "complex",
@@ -81,7 +86,9 @@ _TABLE: dict[str, dict[str, str]] = {
             clamp: exact elementwise limits of_moments
             max: exact elementwise rescales passes_activations of_moments joins_roots
             min: exact elementwise limits passes_activations of_moments""",
-        "product": "div mul: elementwise rescales passes_activations of_moments",
+        "product": """
+            div: elementwise rescales passes_activations of_moments steep_at_bounds
+            mul: elementwise rescales passes_activations of_moments""",
         "ref-write": "accum_grad_in_ref addupdate masked_swap store swap",
         "select": """
             select_n: free exact elementwise selects_literals places limits rescales
@@ -121,7 +128,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "grad-barrier": """
             dce_sink remat_opt tie unpin
             custom_lin: combines
-            materialize: moves_data free exact keeps_constants annotates
+            as_stored materialize: moves_data free exact keeps_constants annotates
             name: moves_data free exact forwards
             optimization_barrier: moves_data free exact forwards keeps_constants
             pin: exact
@@ -153,8 +160,8 @@ _TABLE: dict[str, dict[str, str]] = {
             reshape squeeze: moves_data free exact forwards keeps_constants moves_cotangents
                 rearranges""",
         "root": """
-            cbrt
-            sqrt: elementwise square_roots""",
+            cbrt: steep_at_bounds
+            sqrt: elementwise square_roots steep_at_bounds""",
         "round": """
             ceil floor round
             sign: exact""",
@@ -497,6 +504,9 @@ STEEP = of_kinds("transcendental", "special") - GENTLE
 
 BOUNDED = _with("bounded")
 """Activations whose result is bounded."""
+
+STEEP_AT_BOUNDS = _with("steep_at_bounds")
+"""Infinite, or of infinite slope, at a bound of their operand or divisor: logarithms, roots, ..."""
 
 LIMITS = _with("limits")
 """Keep a value from being large, if so written: `where`, `minimum`, `clip`."""
