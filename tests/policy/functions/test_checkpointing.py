@@ -55,7 +55,9 @@ def scanned(loss: Callable[..., Array]) -> Callable[..., Array]:
 
     def run(w: Array, *rows: Array) -> Array:
         chunks = [row.reshape(4, ROWS // 4, *row.shape[1:]) for row in rows]
-        return lax.scan(lambda total, chunk: (total + loss(w, *chunk), None), 0.0, chunks)[0]
+        return lax.scan(
+            lambda total, chunk: (total + loss(w, *chunk), None), jnp.zeros(()), chunks
+        )[0]
 
     return run
 
