@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from policy.autocasting.normalizations import COPIES
 from policy.programs import primitives
-from policy.programs.primitives import BOUNDED, STEEP_AT_BOUNDS
+from policy.programs.primitives import BOUNDED, STEEP_AT_BOUNDS, STEEP_AT_ONE
 from policy.programs.reading.graph import Graph, Node, Value
 
 _MIXES = primitives.FORWARD_ADDITIONS | primitives.PRODUCTS | primitives.MINMAX | {"select_n"}
@@ -24,8 +24,8 @@ _EPSILON = 0.01  # a number up to this keeps a divisor from 0: what it is added 
 def complements(graph: Graph, *, returns: bool) -> tuple[set[Node], set[Node]]:
     """Returns the operations between bounded activations and functions that are steep at a bound.
 
-    Sums and extrema are followed where a number is added to the activation, or to its sum: the
-    divisor of ``s / sum(s)`` is no complement.
+    Sums and extrema are followed where a number is added to the activation, or to its sum, and
+    before functions that are steep at 1: the divisor of ``s / sum(s)`` is no complement.
 
     Args:
       graph: the program.
@@ -39,9 +39,11 @@ def complements(graph: Graph, *, returns: bool) -> tuple[set[Node], set[Node]]:
     steep = {node for node in graph.nodes if _is_steep(node)}
     before: set[Node] = set()
     for node in steep:
-        before |= _before(node.inputs[node.name == "div" :], mixes=True)
+        values = node.inputs[node.name == "div" :]
+        before |= _before(values, mixes=True, is_shifted=node.name in STEEP_AT_ONE)
     if returns:
-        before |= _before([v for v in graph.outputs if v.is_float], mixes=False)
+        outputs = [value for value in graph.outputs if value.is_float]
+        before |= _before(outputs, mixes=False, is_shifted=False)
     activations = {node for node in before if node.name in BOUNDED}
     reached = set(activations)
     for node in graph.nodes:
@@ -67,14 +69,15 @@ def _is_steep(node: Node) -> bool:
     )
 
 
-def _before(values: list[Value], *, mixes: bool) -> set[Node]:
+def _before(values: list[Value], *, mixes: bool, is_shifted: bool) -> set[Node]:
     """Returns the operations that compute some values, from bounded activations on.
 
-    Without `mixes`, each operation has one operand that is no number, and reduces nothing.
+    Without `mixes`, each operation has one operand that is no number, and reduces nothing. If the
+    values are shifted, activations in sums and extrema need no addition of a number.
     """
     found: set[Node] = set()
     seen: set[tuple[Node, bool, bool]] = set()
-    waiting = [(value, False, False) for value in values]
+    waiting = [(value, False, is_shifted) for value in values]
     while waiting:
         value, is_reduced, is_shifted = waiting.pop()
         node = value.maker

@@ -56,8 +56,9 @@ _TABLE: dict[str, dict[str, str]] = {
             nextafter: reads_bits gentle""",
         "transcendental": """
             asinh cosh exp2 expm1 sinh tan
-            acos acosh asin atanh log1p log2: steep_at_bounds
-            erf_inv: gentle steep_at_bounds
+            acos asin atanh log1p: steep_at_bounds steep_at_one
+            acosh log2: steep_at_bounds
+            erf_inv: gentle steep_at_bounds steep_at_one
             exp: elementwise reads_logits
             integer_pow: elementwise powers gentle of_moments steep_at_bounds
             log: elementwise infinite_at_zero steep_at_bounds
@@ -507,6 +508,9 @@ BOUNDED = _with("bounded")
 
 STEEP_AT_BOUNDS = _with("steep_at_bounds")
 """Infinite, or of infinite slope, at a bound of their operand or divisor: logarithms, roots, ..."""
+
+STEEP_AT_ONE = _with("steep_at_one")
+"""Of these, those whose bound is 1, or minus one."""
 
 LIMITS = _with("limits")
 """Keep a value from being large, if so written: `where`, `minimum`, `clip`."""

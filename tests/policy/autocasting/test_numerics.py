@@ -321,6 +321,7 @@ COMPLEMENTS: dict[str, Any] = {
     "logit": lambda x: jax.scipy.special.logit(jax.nn.sigmoid(x)),
     "a mean": lambda x: jnp.log(1 - jax.nn.sigmoid(x).mean(-1)),
     "a sum": lambda x: jnp.sqrt(jnp.sum(jnp.ones_like(x) - jax.nn.sigmoid(x), -1)),
+    "a maximum": lambda x: jnp.arctanh(jnp.tanh(x / 2).max(-1)),
     "side by side": lambda x: jnp.sqrt(jnp.stack([1 - jnp.tanh(x / 2), 1 + jnp.tanh(x / 2)])),
 }
 
