@@ -113,7 +113,7 @@ def norm_call_of(layer: Any, call: MethodCall) -> NormCall | None:
     """Returns a call of a layer as one of a normalisation.
 
     Returns None where Flax's own code is to run: of complex numbers, which no policy casts, of axes
-    that it refuses, and where an interceptor is around it.
+    and masks that it rejects, and where an interceptor is around it.
 
     Raises:
       TypeError: the method does not take such arguments.
@@ -129,9 +129,10 @@ def norm_call_of(layer: Any, call: MethodCall) -> NormCall | None:
         region = layer._region(x)
     except np.exceptions.AxisError:
         return None
-    if region is None:
+    mask = given.get("mask")
+    if region is None or (region.groups and mask is not None and mask.shape[-1:] != x.shape[-1:]):
         return None
-    return NormCall(x, region, features, given.get("mask"), given.get("use_running_average"))
+    return NormCall(x, region, features, mask, given.get("use_running_average"))
 
 
 def statistics_dtype(reduction_dtype: DTypeLike) -> np.dtype:

@@ -1,0 +1,24 @@
+"""Layers with drawn arguments are Flax's without a policy, and in 16 bits as exact as Flax's."""
+
+import pytest
+
+from tests.mpmodules.table.drawn_arguments import drawn
+from tests.mpmodules.table.drawn_judge import faults
+from tests.mpmodules.table.running import DEPRECATIONS
+
+pytestmark = DEPRECATIONS
+FAST = (4, 5, 8, 9, 12, 15, 16, 17, 18, 21, 23, 25, 29, 31, 36, 37, 39, 44, 46, 56)
+KNOWN: dict[int, str] = {}
+
+
+@pytest.mark.parametrize("seed", FAST)
+def test_a_drawn_layer_is_flaxs_and_as_exact_in_bfloat16(seed):
+    assert not faults(*drawn(seed), seed, policies=("mixed_bfloat16",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [seed for seed in range(150) if seed not in FAST])
+def test_a_drawn_layer_is_flaxs_and_as_exact_in_16_bits_and_eager(seed, request):
+    if seed in KNOWN:
+        request.applymarker(pytest.mark.xfail(reason=KNOWN[seed], strict=True))
+    assert not faults(*drawn(seed), seed, eager=seed % 10 == 0)
