@@ -136,7 +136,33 @@ def _jit(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
     return interpreter.rebound(evaluator, equation, like)
 
 
-_inlined = once_for_all_alike(interpreter.call, saves=False)
+_inlined_once = once_for_all_alike(interpreter.call, saves=False)
+
+
+def _inlined(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
+    """Inlines a jit. Operands that only float32 operations in it read are upcast by its caller.
+
+    Its caller upcasts an operand once for all users. In ``x / norm(x)``, of which the norm is a
+    shared jit, the cotangents of both almost cancel: they are added before they are rounded.
+    """
+    body, is_half = subprogram(equation, "call").body, evaluator.place_of(equation).compute != F32
+    given = [
+        CastValue(value.as_dtype(F32))
+        if is_half and value.is_half and not value.yields and _is_read_wide(evaluator, body, v)
+        else value
+        for v, value in zip(body.invars, values, strict=True)
+    ]
+    return _inlined_once(evaluator, equation, given)
+
+
+def _is_read_wide(evaluator: Evaluator, body: Any, variable: Any) -> bool:
+    """Returns whether only float32 operations of a program read one of its arguments."""
+    users = [each for each in body.eqns if any(atom is variable for atom in each.invars)]
+    return bool(users) and all(
+        evaluator.settings.category(each.primitive.name) == "fp32"
+        or (each.primitive.name == "mul" and each.invars[0] is each.invars[1])
+        for each in users
+    )
 
 
 def _is_activation(evaluator: Evaluator, equation: Equation, values: Values) -> bool:

@@ -107,8 +107,8 @@ _TABLE: dict[str, dict[str, str]] = {
     # smooth.
     "passthrough": {
         "bounded-activation": """
-            atan erfc
-            erf: bounded
+            atan
+            erf erfc: bounded
             logistic tanh: elementwise bounded""",
         "broadcast": """
             broadcast_in_dim: moves_data free exact forwards keeps_constants moves_cotangents
@@ -504,7 +504,7 @@ STEEP = of_kinds("transcendental", "special") - GENTLE
 """Exponentials, logarithms, powers, and functions as sensitive as these: no activations."""
 
 BOUNDED = _with("bounded")
-"""Activations whose result is bounded."""
+"""Activations whose result is bounded, and those that add up to one of them with a number."""
 
 STEEP_AT_BOUNDS = _with("steep_at_bounds")
 """Infinite, or of infinite slope, at a bound of their operand or divisor: logarithms, roots, ..."""

@@ -321,6 +321,7 @@ COMPLEMENTS: dict[str, Any] = {
     "logit": lambda x: jax.scipy.special.logit(jax.nn.sigmoid(x)),
     "a mean": lambda x: jnp.log(1 - jax.nn.sigmoid(x).mean(-1)),
     "a sum": lambda x: jnp.sqrt(jnp.sum(jnp.ones_like(x) - jax.nn.sigmoid(x), -1)),
+    "a normal probability": lambda x: jnp.log(1 - jax.scipy.special.ndtr(x / 3)),
     "a maximum": lambda x: jnp.arctanh(jnp.tanh(x / 2).max(-1)),
     "side by side": lambda x: jnp.sqrt(jnp.stack([1 - jnp.tanh(x / 2), 1 + jnp.tanh(x / 2)])),
 }
@@ -339,6 +340,20 @@ def test_a_steep_function_reads_the_distance_of_an_activation_from_its_bound(nam
         assert largest_error(found, wanted) < 0.01
     returned = autocast(lambda w, x: 1 - jax.nn.sigmoid(x @ w), policy, params=0)(w, x)
     np.testing.assert_allclose(returned, 1 - jax.nn.sigmoid(x), rtol=1e-6)
+
+
+def test_cotangents_that_cancel_are_added_in_float32_also_in_functions_that_are_called_twice():
+    """Of a unit vector: the gradients of ``x`` and of the norm in ``x / norm(x)``."""
+    x, w = np.zeros((4, 8), np.float32), np.eye(8, dtype=np.float32)
+    x += RNG.uniform(-0.4, 0.4, x.shape).astype(np.float32)
+    x[:, 2] = 6.5
+
+    def distances(w, x):
+        units = [y / jnp.linalg.norm(y, axis=-1, keepdims=True) for y in (x @ w, x @ w.T)]
+        return sum(jnp.sqrt(1 - u**2).sum() for u in units)
+
+    found = jax.grad(autocast(distances, BF16, params=0), argnums=1)(w, x)
+    assert error(found, jax.grad(distances, argnums=1)(w, x)) < 0.02  # 0.5 if rounded before
 
 
 def test_an_activation_over_its_sum_stays_in_half_precision():
