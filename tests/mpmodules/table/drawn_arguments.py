@@ -348,7 +348,9 @@ def attending(draw: Draw) -> Case:
     queries, keys = draw.sizes(2, 1, 5)
     q = draw.array(*batch, queries, heads, size, deviation=draw.choice([1.0, 1.0, 6.0]))
     k, v = (
-        draw.numbers.normal(size=(2, *batch, keys, draw.choice([1, heads]), size))
+        draw.numbers.normal(
+            size=(2, *batch, keys, draw.choice([1, heads] if draw.is_nnx else [heads]), size)
+        )
         .round(1)
         .astype("f")
     )
