@@ -59,9 +59,9 @@ def quantized_like(module: Any, param: Any, policy: Policy, names: tuple[str, ..
     held, array = policy.param_format, param.get_value()
     if held is None or isinstance(param, flax_nnx.LoRAParam) or is_quantized(array):
         return None
-    axis = axis_of(names, tuple(array.shape), held)
-    if isinstance(module, flax_nnx.LinearGeneral) and names[-1] == "kernel":
-        axis = -len(module.out_features) - 1  # the last one that is contracted
+    is_general = isinstance(module, flax_nnx.LinearGeneral) and names[-1] == "kernel"
+    last = -len(module.out_features) - 1 if is_general else -2
+    axis = axis_of(names, tuple(array.shape), held, last)
     if axis is None:
         return None
     if isinstance(getattr(module, f"{names[-1]}_lora_a", None), flax_nnx.LoRAParam):

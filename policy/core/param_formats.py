@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from policy.core.dtypes import dtype_or_none
+from policy.core.dtypes import dtype_names, dtype_or_none
 
 # Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (arXiv:2305.14314), appendix E:
 # quantiles of a normal distribution, between -1 and 1, with an exact zero.
@@ -80,11 +80,14 @@ class ParamFormat:
         return code if self.block is None else code + (4 if kind.has_minimum else 2) / self.block
 
 
+_TEXTS = [ParamFormat(name, kind.block).text for name, kind in CODES.items()]
+
+
 def format_of(value: Any) -> ParamFormat | None:
     """Returns the format of a text such as ``int4:32`` or of an 8-bit dtype; None of other values.
 
     Raises:
-      ValueError: the size of a block is not a positive even number.
+      ValueError: the size of a block is not a positive even number, or a text names no dtype.
     """
     if isinstance(value, ParamFormat):
         return value
@@ -95,10 +98,18 @@ def format_of(value: Any) -> ParamFormat | None:
     name, colon, block = value.partition(":")
     name = {"i8": "int8", "f8": "float8", "i4": "int4"}.get(name, name)
     if name not in CODES:
-        return None
+        dtype = dtype_or_none(value)
+        is_dtype = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
+        if value in dtype_names() or is_dtype:
+            return None
+        raise ValueError(
+            f"Unknown format {value!r}: it should be one of {', '.join(_TEXTS)}, "
+            "where another size of a block may follow the colon, as in int8:32, or a floating "
+            f"dtype: {', '.join(dtype_names())}."
+        )
     if not colon:
         return ParamFormat(name, CODES[name].block)
-    if not block.isdigit() or int(block) < 2 or int(block) % 2:
+    if not (block.isascii() and block.isdigit()) or int(block) < 2 or int(block) % 2:
         raise ValueError(
             f"params={value}: the size of a block should be a positive even number, as in "
             f"{name}:32, but got {block!r}."

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from policy.core.dtypes import dtype_or_none
 from policy.core.param_formats import CODES, ParamFormat, format_of
 from policy.programs.jaxprs import Equation
 from policy.programs.marks import REGION
@@ -35,14 +38,26 @@ class CodeLayout:
     Attributes:
       name: that of the codes.
       is_blocked: whether the axis is divided into blocks.
+      divided: the number of blocks and the size of each, or else the size of the axis.
       trailing: the sizes of the axes after the quantised one.
       dtype: the floating dtype that the array is read in.
     """
 
     name: str
     is_blocked: bool
+    divided: tuple[int, ...]
     trailing: tuple[int, ...]
     dtype: np.dtype
+
+    @property
+    def format(self) -> ParamFormat:
+        return ParamFormat(self.name, self.divided[-1] if self.is_blocked else None)
+
+    @property
+    def text(self) -> str:
+        """The format and the axes, for messages and files."""
+        sizes = ", ".join(map(str, (math.prod(self.divided), *self.trailing)))
+        return f"{self.format.text} along axis {self.axis} of (..., {sizes})"
 
     @property
     def axis(self) -> int:
@@ -61,6 +76,32 @@ class CodeLayout:
         count = 3 if self.trailing else 2
         blocks, size = codes[len(codes) - count :][:2]
         return (*codes[: len(codes) - count], blocks * size, *self.trailing)
+
+    def fault(self, codes: Any, scales: Any) -> str | None:
+        """Returns the reason why codes and scales are none of this layout, or None."""
+        kind = CODES[self.name]
+        if codes.dtype != kind.dtype or not jnp.issubdtype(scales.dtype, jnp.floating):
+            return (
+                f"has values of {codes.dtype} and scales of {scales.dtype}, not of "
+                f"{jnp.dtype(kind.dtype)} and a floating dtype: arithmetic or a cast of the tree's "
+                "leaves changed values and scales apart. Upcast it with policy.dequantize_params "
+                "first, or leave it out with policy.split_frozen."
+            )
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            return None  # shard_map gives each device a part
+        merged = (math.prod(self.trailing),) if self.trailing else ()
+        held = (*self.divided, *(merged if self.is_blocked else self.trailing))
+        of_scales = list(codes.shape)
+        shared = len(of_scales) + self.shared
+        of_scales[shared : shared + 1] = [2] if kind.has_minimum else []
+        if codes.shape[-len(held) :] == held and list(scales.shape) == of_scales:
+            return None
+        return (
+            f"has values of shape {codes.shape} and scales of shape {scales.shape}, where the "
+            f"values' last axes should be {held}: they were sliced, stacked or mapped along "
+            "another axis than the first. Use in_axes=0 and out_axes=0, or upcast it with "
+            "policy.dequantize_params first."
+        )
 
     def numbers(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Returns the array in the shape of its codes: each number is rounded once."""
@@ -96,6 +137,7 @@ class QuantizedArray:
     layout: CodeLayout
 
     is_quantized = True
+    __array_priority__ = 100  # NumPy leaves operators to it
 
     @classmethod
     def of(
@@ -115,9 +157,13 @@ class QuantizedArray:
           scale_dtype: the dtype of the scales.
 
         Raises:
-          ValueError: the axis is no multiple of the block, or the format is unknown.
+          ValueError: there is no such axis, the axis is no multiple of the block, or the format is
+            unknown.
+          TypeError: the array or the scales are not floating.
         """
         held = _required(format)
+        _require_floating(held, array=array, scale_dtype=scale_dtype)
+        array = jnp.asarray(array)
         layout = _layout(array.shape, held, axis, array.dtype)
         array = _in_blocks(array, layout, held.block)
         codes, scales = _quantised(array, held.name, layout.shared, jnp.dtype(scale_dtype))
@@ -144,7 +190,7 @@ class QuantizedArray:
         (QuantizedArray('int4:32', (64, 16), float32), dtype('float16'), -4.0)
 
         Args:
-          codes: in the array's shape: integers, or float8 numbers.
+          codes: in the array's shape: integers, or float8 numbers, as numbers of any real dtype.
           scales: floating, in the array's shape, but one for each block along `axis`.
           format: as in `of`.
           axis: as in `of`.
@@ -152,10 +198,12 @@ class QuantizedArray:
           dtype: the floating dtype that the array is read in.
 
         Raises:
-          ValueError: the axis is no multiple of the block, the shape of scales or minimums is
-            another, or minimums are missing or too many.
+          ValueError: the axis is none or no multiple of the block, the shape of scales or minimums
+            is another, minimums are missing or too many, or the format has no such codes.
+          TypeError: codes are not real, or scales, minimums or `dtype` not floating.
         """
         held = _required(format)
+        _require_floating(held, scales=scales, dtype=dtype)
         kind, layout = CODES[held.name], _layout(codes.shape, held, axis, dtype)
         if (minimums is None) == kind.has_minimum:
             needed = "needs" if kind.has_minimum else "has no"
@@ -169,12 +217,14 @@ class QuantizedArray:
                     f"axis {axis} of codes of shape {tuple(codes.shape)}, but got "
                     f"{tuple(each.shape)}."
                 )
+        if minimums is not None:
+            _require_floating(held, minimums=minimums)
         parts = [jnp.asarray(each) for each in (scales, minimums) if each is not None]
         one = 1 if layout.is_blocked else None
         parts = [_in_blocks(each, layout, one) for each in parts]
         stacked = jnp.concatenate(parts, layout.shared)
         together = stacked if kind.has_minimum else jnp.squeeze(stacked, layout.shared)
-        codes = _in_blocks(jnp.asarray(codes, kind.dtype), layout, held.block)
+        codes = _in_blocks(_codes_of(codes, held), layout, held.block)
         return cls(codes, together, layout)
 
     def tree_flatten_with_keys(self) -> Any:
@@ -190,7 +240,7 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.layout.shape(self.unbox_parts().codes.shape)
+        return self.layout.shape(self.checked_parts().codes.shape)
 
     @property
     def ndim(self) -> int:
@@ -215,11 +265,14 @@ class QuantizedArray:
     @property
     def format(self) -> ParamFormat:
         """The format that it is stored in."""
-        block = self.unbox_parts().codes.shape[self.layout.shared]
-        return ParamFormat(self.layout.name, block if self.layout.is_blocked else None)
+        return self.layout.format
 
-    def astype(self, dtype: DTypeLike) -> QuantizedArray:
-        """Returns the same codes and scales, to be read in another floating dtype."""
+    def astype(self, dtype: DTypeLike) -> Any:
+        """Returns the same codes and scales, to be read in another floating dtype; an array in
+        another dtype.
+        """
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return self.widened().astype(dtype)
         layout = dataclasses.replace(self.layout, dtype=jnp.dtype(dtype))
         return dataclasses.replace(self, layout=layout)
 
@@ -236,9 +289,23 @@ class QuantizedArray:
     def __getitem__(self, index: Any) -> Any:
         return self if index is ... else self.widened()[index]
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Any:
+        return iter(self.widened())
+
+    def __bool__(self) -> bool:
+        return bool(self.widened())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_ARRAYS:
+            return getattr(self.widened(), name)
+        raise AttributeError(f"'QuantizedArray' object has no attribute '{name}'")
+
     def __repr__(self) -> str:
-        codes = self.unbox_parts().codes
-        if not hasattr(codes, "shape"):
+        parts = self.unbox_parts()
+        if not hasattr(parts.codes, "shape") or self.layout.fault(parts.codes, parts.scales):
             return f"QuantizedArray({self.layout.name})"
         return f"QuantizedArray('{self.format.text}', {self.shape}, {self.dtype})"
 
@@ -254,6 +321,14 @@ class QuantizedArray:
         if not hasattr(self.codes, "unbox"):
             return self
         return QuantizedArray(self.codes.unbox(), self.scales.unbox(), self.layout)
+
+    def checked_parts(self) -> QuantizedArray:
+        """Returns `unbox_parts`, or raises ValueError for codes and scales of another layout."""
+        parts = self.unbox_parts()
+        fault = self.layout.fault(parts.codes, parts.scales)
+        if fault is not None:
+            raise ValueError(f"A QuantizedArray, {self.layout.text}, {fault}")
+        return parts
 
     def replace_boxed(self, value: Any) -> Any:
         return value
@@ -289,9 +364,38 @@ class QuantizedArray:
         return self._of_parts(lambda x: getattr(x, method)(index, params), None)
 
 
+# What an array has beside the above, of the upcast array. Frameworks probe for other names.
+_ATTRIBUTES = (
+    "T mT real imag at all any argmax argmin argpartition argsort choose clip compress conj "
+    "conjugate cumprod cumsum diagonal dot flatten item max mean min nonzero prod ptp ravel repeat "
+    "reshape round searchsorted sort squeeze std sum swapaxes take tolist trace transpose var"
+)
+_OF_ARRAYS = frozenset(_ATTRIBUTES.split())
+_BINARY = "add sub mul truediv floordiv mod pow matmul"
+_OTHERS = "neg pos abs eq ne lt le gt ge"
+
+
+def _operator(name: str, is_reflected: bool = False) -> Any:
+    compute = getattr(operator, f"__{name}__")
+
+    def method(stored: QuantizedArray, *others: Any) -> Any:
+        if others and not hasattr(stored.unbox_parts().codes, "dtype"):
+            return NotImplemented  # in a tree of specs or masks
+        operands = stored.widened(), *others
+        return compute(*operands[:: -1 if is_reflected else 1])
+
+    return method
+
+
+for _name in (_BINARY + " " + _OTHERS).split():
+    setattr(QuantizedArray, f"__{_name}__", _operator(_name))
+for _name in _BINARY.split():
+    setattr(QuantizedArray, f"__r{_name}__", _operator(_name, is_reflected=True))
+
+
 def frozen(stored: QuantizedArray) -> tuple[jax.Array, jax.Array]:
     """Returns codes and scales, out of boxes, without gradients."""
-    parts = stored.unbox_parts()
+    parts = stored.checked_parts()
     return lax.stop_gradient(parts.codes), lax.stop_gradient(parts.scales)
 
 
@@ -305,7 +409,37 @@ def _required(value: ParamFormat | str) -> ParamFormat:
     return held
 
 
+def _require_floating(format: ParamFormat, **given: Any) -> None:
+    for name, value in given.items():
+        value = value if isinstance(value, type) else getattr(value, "dtype", value)
+        dtype = dtype_or_none(value)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            kind = type(value).__name__ if dtype is None else dtype
+            raise TypeError(f"{format.text}: {name} should be floating, but got {kind}.")
+
+
+def _codes_of(codes: Any, format: ParamFormat) -> jax.Array:
+    """Returns codes in the dtype of the format, or raises for numbers that it doesn't have."""
+    dtype = jnp.dtype(CODES[format.name].dtype)
+    if not any(jnp.issubdtype(codes.dtype, kind) for kind in (jnp.integer, jnp.floating)):
+        raise TypeError(f"{format.text}: codes should be real numbers, but got {codes.dtype}.")
+    if isinstance(codes, jax.core.Tracer):
+        return codes.astype(dtype)
+    with jax.ensure_compile_time_eval():
+        held, wide = jnp.asarray(codes, dtype), codes.astype(np.float32)
+        if not (held.astype(jnp.float32) == wide).all():
+            info = jnp.finfo(dtype) if format.name == "float8" else jnp.iinfo(dtype)
+            raise ValueError(
+                f"{format.text}: codes should be numbers of {dtype}, {info.min} to {info.max}, but "
+                f"got {codes.dtype} from {wide.min()} to {wide.max()}. Subtract the number that "
+                "they are counted from, such as 8 of GGUF's Q4_0."
+            )
+    return held
+
+
 def _layout(shape: Sequence[int], format: ParamFormat, axis: int, dtype: DTypeLike) -> CodeLayout:
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"{format.text}: an array of shape {tuple(shape)} has no axis {axis}.")
     axis = axis % len(shape)
     if format.block is not None and shape[axis] % format.block:
         raise ValueError(
@@ -314,7 +448,9 @@ def _layout(shape: Sequence[int], format: ParamFormat, axis: int, dtype: DTypeLi
             "rule."
         )
     trailing = tuple(shape[axis + 1 :])
-    return CodeLayout(format.name, format.block is not None, trailing, jnp.dtype(dtype))
+    size, block = shape[axis], format.block
+    divided = (size,) if block is None else (size // block, block)
+    return CodeLayout(format.name, block is not None, divided, trailing, jnp.dtype(dtype))
 
 
 def _in_blocks(array: Any, layout: CodeLayout, block: int | None) -> Any:

@@ -20,7 +20,8 @@ def quantised(
     """Returns the codes of numbers, and their scales: without `axis`, or for codes from a minimum,
     with the scale and the minimum along it.
 
-    Codes are those of the nearest numbers for the rounded scale.
+    Codes are those of the nearest numbers for the rounded scale. The scale of numbers that are not
+    finite, too large or too far apart for float32 is NaN.
 
     Args:
       x: floating.
@@ -29,17 +30,23 @@ def quantised(
       scale_dtype: floating.
     """
     kind, wide = CODES[name], x.astype(jnp.float32)
-    limit, smallest = float(jnp.finfo(scale_dtype).max), None
+    widest, largest = float(jnp.finfo(jnp.float32).max), abs(kind.largest)
+    # Scales are rounded, and a finite number stays finite in the dtype of `x`.
+    below = 1 - float(jnp.finfo(scale_dtype).eps)
+    room: Any = min(float(jnp.finfo(x.dtype).max), widest) * below
+    limit, minimum, smallest = float(jnp.finfo(scale_dtype).max), None, None
     if kind.has_minimum:
-        minimum = jnp.maximum(jnp.min(wide, axis, keepdims=True), -limit).astype(scale_dtype)
+        minimum = jnp.min(wide, axis, keepdims=True)
+        minimum = jnp.clip(minimum, -min(room, limit), min(room, limit)).astype(scale_dtype)
         wide, smallest = wide - minimum.astype(jnp.float32), 0
-        amax = jnp.max(wide, axis, keepdims=True)
-    else:
-        minimum = None
-        amax = largest_magnitude(wide, lambda bits: jnp.max(bits, axis, keepdims=True))
-        if kind.largest < 0:  # with the sign of that number
-            amax = jnp.where(jnp.min(wide, axis, keepdims=True) == -amax, -amax, amax)
-    scale = jnp.clip(amax / kind.largest, -limit, limit).astype(scale_dtype)
+        room = jnp.minimum(room - minimum.astype(jnp.float32), widest * below)
+    amax = largest_magnitude(wide, lambda bits: jnp.max(bits, axis, keepdims=True))
+    is_held = amax / largest < 2.0**126  # XLA flushes the reciprocals of larger scales to 0
+    if kind.largest < 0:  # with the sign of that number
+        amax = jnp.where(jnp.min(wide, axis, keepdims=True) == -amax, -amax, amax)
+    highest = jnp.minimum(room / largest, limit)
+    scale = jnp.clip(amax / kind.largest, -highest, highest)
+    scale = jnp.where(is_held, scale, jnp.nan).astype(scale_dtype)
     divisor = scale.astype(jnp.float32)
     unit = wide / jnp.where(divisor == 0, 1, divisor)
     if kind.table is not None:

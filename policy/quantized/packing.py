@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -14,14 +16,17 @@ from jax import lax
 from policy.core.arrays import is_quantized, path_name
 
 _FOUR_BITS = jnp.int4, jnp.uint4
+_KEYS = {"codes", "scales", "format"}
+_WIDTH = 64  # texts of the same size: readers into arrays of given shapes take another format's
 
 
 def pack_params(tree: Any) -> Any:
     """Returns a tree with a dict of plain arrays for each `QuantizedArray`, as files hold them.
 
-    The dict has ``codes`` and ``scales``. Codes of 4 bits are uint8: two neighbours along the
-    quantised axis in a byte, the first of them in its lower half. float8 is uint8 bit for bit:
-    safetensors' reader for Flax has none.
+    The dict has ``codes``, ``scales`` and ``format``: format, axis and sizes as a text in uint8, by
+    which `unpack_params` rejects the files of others. Codes of 4 bits are uint8: two neighbours
+    along the quantised axis in a byte, the first of them in its lower half. float8 is uint8 bit for
+    bit: safetensors' reader for Flax has none.
 
     >>> import jax.numpy as jnp
     >>> import policy
@@ -37,8 +42,10 @@ def pack_params(tree: Any) -> Any:
     def packed(x: Any) -> Any:
         if not is_quantized(x):
             return x
+        x.checked_parts()
         pack = functools.partial(_packed, axis=x.layout.shared)
-        return {"codes": jax.tree.map(pack, x.codes), "scales": x.scales}
+        text = np.frombuffer(x.layout.text.ljust(_WIDTH).encode(), np.uint8)
+        return {"codes": jax.tree.map(pack, x.codes), "scales": x.scales, "format": text}
 
     return jax.tree.map(packed, tree, is_leaf=is_quantized)
 
@@ -59,15 +66,33 @@ def unpack_params(packed: Any, like: Any) -> Any:
         such as ``jax.eval_shape`` of `quantize_params`.
 
     Raises:
-      ValueError: codes of another shape or dtype.
+      ValueError: another format, axis, shape or dtype, or no dict of `pack_params`.
     """
 
     def unpacked(path: Any, x: Any, stored: Any) -> Any:
+        name = path_name(path)
+        keys = set(stored) if isinstance(stored, Mapping) else None
+        if keys != (_KEYS if is_quantized(x) else None):
+            found = f"a dict of {', '.join(map(str, stored))}" if keys else type(stored).__name__
+            wanted = f"of {x.layout.text}" if is_quantized(x) else "in no format of 8 or 4 bits"
+            raise ValueError(
+                f"Parameter '{name}', {wanted}, can't be restored from {found}: save what "
+                "policy.pack_params returns, and restore it into parameters of the same formats."
+            )
         if not is_quantized(x):
             return stored
-        restore = functools.partial(_unpacked, layout=x.layout, path=path_name(path))
+        if not isinstance(stored["format"], jax.core.Tracer):
+            text = bytes(np.asarray(stored["format"], np.uint8)).decode().rstrip()
+            if text != x.layout.text:
+                raise ValueError(
+                    f"Parameter '{name}' was saved as {text}, and can't be restored into "
+                    f"{x.layout.text}: restore it into parameters that were quantized with the "
+                    "same policy, then dequantize_params and quantize_params with the other one."
+                )
+        require = functools.partial(_require, text=f"parameter '{name}' in {x.layout.format.text}")
+        restore = functools.partial(_unpacked, axis=x.layout.shared, require=require)
         codes = jax.tree.map(restore, x.codes, stored["codes"])
-        scales = jax.tree.map(jnp.asarray, stored["scales"])
+        scales = jax.tree.map(functools.partial(require, "scales"), x.scales, stored["scales"])
         return dataclasses.replace(x, codes=codes, scales=scales)
 
     return jax.tree_util.tree_map_with_path(unpacked, like, packed, is_leaf=is_quantized)
@@ -80,18 +105,22 @@ def _packed(codes: Any, axis: int) -> Any:
     return jax.eval_shape(pack, codes) if isinstance(codes, jax.ShapeDtypeStruct) else pack(codes)
 
 
-def _unpacked(like: Any, stored: Any, layout: Any, path: str) -> jax.Array:
-    wanted = _packed(jax.ShapeDtypeStruct(like.shape, like.dtype), layout.shared)
-    if (stored.shape, stored.dtype) != (wanted.shape, wanted.dtype):
+def _require(what: str, like: Any, stored: Any, text: str) -> jax.Array:
+    if (stored.shape, stored.dtype) != (like.shape, like.dtype):
         raise ValueError(
-            f"The codes of parameter '{path}' in {layout.name} should be {wanted.dtype}"
-            f"{wanted.shape}, but got {stored.dtype}{stored.shape}: restore them into parameters "
-            "that were quantised with the same policy."
+            f"The {what} of {text} should be {like.dtype}{like.shape}, but got "
+            f"{stored.dtype}{stored.shape}: restore them into parameters that were quantized with "
+            "the same policy."
         )
-    stored = jnp.asarray(stored)
+    return jnp.asarray(stored)
+
+
+def _unpacked(like: Any, stored: Any, axis: int, require: Any) -> jax.Array:
+    wanted = _packed(jax.ShapeDtypeStruct(like.shape, like.dtype), axis)
+    stored = require("codes", wanted, stored)
     if like.dtype not in _FOUR_BITS:
         return lax.bitcast_convert_type(stored, like.dtype)
-    return _in_halves(stored, layout.shared, np.dtype(like.dtype))
+    return _in_halves(stored, axis, np.dtype(like.dtype))
 
 
 @functools.partial(jax.jit, static_argnames="axis")

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 
 from policy.core.arrays import is_floating, is_quantized, nnx_files, path_name
 from policy.core.param_formats import CODES, ParamFormat
@@ -30,7 +29,9 @@ _OF_ATTENTION = {"query", "key", "value"}
 _SHORTEST = 16  # fewer numbers than that would not pay for a scale
 
 
-def axis_of(names: Sequence[str], shape: tuple[int, ...], format: ParamFormat) -> int | None:
+def axis_of(
+    names: Sequence[str], shape: tuple[int, ...], format: ParamFormat, last: int = -2
+) -> int | None:
     """Returns the axis of a parameter along which codes are to share scales, or None of one that
     stays as it is, such as one that is shorter there than a block.
 
@@ -43,11 +44,12 @@ def axis_of(names: Sequence[str], shape: tuple[int, ...], format: ParamFormat) -
       names: of the modules that lead to it, and its own.
       shape: of the parameter.
       format: that it is to have.
+      last: the last axis that its matmul contracts.
     """
     if len(shape) < 2 or names[-1] in NOT_QUANTISED or set(ADAPTERS) & {*names[-2:]}:
         return None
     of_attention = len(shape) > 2 and bool(_OF_ATTENTION & {*names[-3:-1]})  # query/base_module
-    axes: tuple[int, ...] = (-3,) if of_attention else tuple(range(-2, -len(shape) - 1, -1))
+    axes: tuple[int, ...] = (-3,) if of_attention else tuple(range(last, -len(shape) - 1, -1))
     if names[-1] == "embedding" and (format.block is None or shape[-2] % format.block):
         axes = (-1,)
     shortest = format.block or _SHORTEST
@@ -173,14 +175,6 @@ def require_trainable(policy: Policy | None, names: tuple[str, ...], made: Any) 
 
 def quantised_param(array: Any, format: ParamFormat, axis: int, path: str) -> QuantizedArray:
     """Returns a parameter as codes, or raises ValueError with its path."""
-    is_known = not isinstance(array, (jax.core.Tracer, jax.ShapeDtypeStruct))
-    with jax.ensure_compile_time_eval():  # of an array that a traced function closes over, too
-        is_finite = not is_known or bool(jnp.isfinite(array).all())
-    if not is_finite:
-        raise ValueError(
-            f"Parameter '{path}' holds numbers that are not finite, which no scale can hold. "
-            "Exclude it by a rule, such as {'" + path.rpartition("/")[0] + "': 'bfloat16'}."
-        )
 
     def of(array: Any) -> QuantizedArray:
         return QuantizedArray.of(array, format, axis=axis)
@@ -188,9 +182,20 @@ def quantised_param(array: Any, format: ParamFormat, axis: int, path: str) -> Qu
     try:
         if isinstance(array, jax.ShapeDtypeStruct):
             return jax.eval_shape(of, array)
-        return of(jnp.asarray(array) if isinstance(array, np.ndarray) else array)
+        if isinstance(array, jax.core.Tracer):
+            return of(array)
+        with jax.ensure_compile_time_eval():  # of an array that a traced function closes over, too
+            made = of(array)
+            is_finite = bool(jnp.isfinite(made.scales).all())
     except ValueError as error:
         raise ValueError(f"Parameter '{path}': {error}") from None
+    if not is_finite:
+        raise ValueError(
+            f"Parameter '{path}' holds numbers that are not finite, too large or too far apart, "
+            f"which no scale of {format.text} can hold. Exclude it by a rule, such as "
+            "{'" + path.rpartition("/")[0] + "': 'bfloat16'}."
+        )
+    return made
 
 
 def _in_boxes(box: Any, made: QuantizedArray, ndim: int) -> QuantizedArray:

@@ -307,3 +307,41 @@ def test_the_base_of_an_adapter_of_qwix_stays_a_param():
     assert isinstance(nnx.apply_policy(Einsum(), "bfloat16").w, nnx.Param)
     with pytest.raises(ValueError, match="w has an adapter of qwix, w_lora_a, which would have no"):
         nnx.apply_policy(Einsum(), "params=int8,compute=bfloat16")
+
+
+@pytest.mark.parametrize("text", ["int4:32", "int8:32", "nf4:64"])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_attentions_with_narrow_heads_keep_the_kernel_that_has_no_block(text, heads):
+    x, stored_in = array(2, 8, 64), texts(text)[0]
+    given = flax.nnx.MultiHeadAttention(heads, 64, decode=False, rngs=flax.nnx.Rngs(0))
+    model: Any = nnx.apply_policy(given, stored_in)
+    layer = linen.MultiHeadDotProductAttention(heads, dtype_policy="mixed_bfloat16")
+    params = policy.quantize_params(layer.init(KEY, x, x)["params"], stored_in)
+    for name in ("query", "key", "value", "out"):
+        is_param = isinstance(getattr(model, name).kernel, nnx.Param)
+        assert is_param != is_quantized(params[name]["kernel"])
+        assert is_param == (name == "out" and heads == 4)
+    reader = nnx.apply_policy(widened(model, given), "mixed_bfloat16")
+    close(model(x).astype(jnp.float32), reader(x).astype(jnp.float32))
+
+
+def test_a_quantized_param_computes_as_its_array():
+    given = flax.nnx.Linear(64, 32, rngs=flax.nnx.Rngs(0))
+    model: Any = nnx.apply_policy(given, texts("int4:32")[0])
+    kernel, wide = model.kernel, model.kernel[...]
+    x = array(4, 64)
+    for y, expected in (
+        (kernel.T, wide.T),
+        (kernel.reshape(-1, 4), wide.reshape(-1, 4)),
+        (kernel.sum(0), wide.sum(0)),
+        (kernel.at[0].set(1.0), wide.at[0].set(1.0)),
+        (2 * kernel - kernel, wide),
+        (x @ kernel, x @ wide),
+        (jnp.stack(list(kernel)), wide),
+    ):
+        np.testing.assert_allclose(y, expected, rtol=1e-6)
+    assert len(kernel) == 64 and kernel.shape == (64, 32)
+    halved = jax.tree.map(lambda x: x.astype(jnp.float32) * 0.5, nnx.state(model))
+    nnx.update(model, halved)
+    with pytest.raises(ValueError, match=r"int4:32 along .* has values of float32"):
+        model(x)

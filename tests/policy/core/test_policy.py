@@ -230,7 +230,8 @@ def test_every_field_is_checked():
     for field in (*fields, "reduction_dtype"):
         for value, name in ((jnp.complex64, "complex64"), (None, "None"), ("bf17", "'bf17'")):
             if (field, value) != ("reduction_dtype", None):  # which is its default
-                with pytest.raises(ValueError, match=rf"Policy\({field}={name}\): .* a floating"):
+                given = rf"(Policy\({field}={name}\)|Unknown format {name}): .* a floating"
+                with pytest.raises(ValueError, match=given):
                     Policy(**fields | {field: value})
     with pytest.raises(
         ValueError, match=r"Policy\(compute_dtype=float8_e5m2\): .*, and matmul='f8"
@@ -243,3 +244,12 @@ def test_every_field_is_checked():
     column: Any = "column"
     with pytest.raises(ValueError, match=r"scaling='column'\): it should be 'row' or"):
         ScaledMatmul("int8", "int8", scaling=column)
+
+
+@pytest.mark.parametrize("text", ["int3", "fp8", "NF4", "u4", "uint8", ""])
+def test_unknown_formats_of_parameters_name_those_there_are(text):
+    formats = "int8, float8, int4:32, uint4:32, nf4:64"
+    for make in (lambda: get_policy(f"params={text}"), lambda: Policy(text, "bf16", "bf16")):
+        given = rf"Unknown format '{text}': .* {formats}, .* bfloat16"
+        with pytest.raises(ValueError, match=given):
+            make()

@@ -184,7 +184,7 @@ def test_blocks_of_zeros_and_extremes_stay_finite_and_keep_their_extremes(text, 
         ({"format": "uint4:32"}, "uint4:32 needs minimums, the numbers of the code 0"),
         (
             {"format": "q4_k"},
-            "Unknown format 'q4_k': it should be one of int8, float8, int4, uint4",
+            "Unknown format 'q4_k': it should be one of int8, float8, int4:32, uint4:32",
         ),
     ],
 )

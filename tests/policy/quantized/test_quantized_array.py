@@ -27,6 +27,8 @@ NF4 = np.array(
     np.float32,
 )
 
+NIBBLES = np.arange(64 * 8).reshape(64, 8) % 16
+
 
 def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
@@ -221,3 +223,147 @@ def test_texts_of_policies(text):
     assert policy.Policy(jnp.int8, "bf16", "bf16").param_format == ParamFormat("int8")
     with pytest.raises(ValueError, match="quantize_params"):
         held.cast_to_param({"kernel": jnp.ones((64, 2))})
+
+
+# --------------------------------------------------------------------------------------------------
+# As an array, and what it rejects
+# --------------------------------------------------------------------------------------------------
+
+OPERATIONS = {
+    "w * 2": lambda w: w * 2,
+    "2 - w": lambda w: 2 - w,
+    "1 / (w + 9)": lambda w: 1 / (w + 9),
+    "2.0 ** w": lambda w: 2.0**w,
+    "w % 0.3": lambda w: w % 0.3,
+    "w @ x": lambda w: w @ jnp.ones((64, 3)),
+    "NumPy @ w": lambda w: np.ones((3, 64), np.float32) @ w,
+    "NumPy * w": lambda w: np.float32(2) * w,
+    "w + w": lambda w: w + w,
+    "-w": lambda w: -w,
+    "abs": abs,
+    "w > 0": lambda w: w > 0,
+    "w == w": lambda w: w == w,
+    "T": lambda w: w.T,
+    "mT": lambda w: w.mT,
+    "reshape": lambda w: w.reshape(-1, 4),
+    "sum": lambda w: w.sum(0),
+    "at": lambda w: w.at[0].set(1.0),
+    "rows": lambda w: jnp.stack(list(w)[: len(w) - 1]),
+    "astype": lambda w: w.astype(jnp.int32),
+    "stack": lambda w: jnp.stack([w, w]),
+}
+
+
+@pytest.mark.parametrize("run", [jax.jit, lambda function: function])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_it_computes_as_the_upcast_array(name, run):
+    stored = QuantizedArray.of(jnp.asarray(normal(64, 64)), "int4:32")
+    y, expected = (run(OPERATIONS[name])(w) for w in (stored, stored.widened()))
+    assert isinstance(y, jax.Array) and y.dtype == expected.dtype
+    np.testing.assert_array_equal(y, expected)
+
+
+def test_what_frameworks_probe_for_it_has_not():
+    stored = QuantizedArray.of(jnp.ones((64, 4)), "int8")
+    for name in ("value", "sharding", "aval", "weak_type", "is_fully_addressable", "copy"):
+        assert not hasattr(stored, name)
+    with pytest.raises(ValueError, match="truth value of an array"):
+        bool(stored)
+    mask = jax.tree.map(lambda _: True, stored)
+    assert mask == mask and not hasattr(mask, "shape") and not hasattr(mask, "T")
+    for leaf in (None, object(), jax.ShapeDtypeStruct((2,), jnp.float32)):
+        assert jax.tree.unflatten(jax.tree.structure(stored), [leaf, leaf]).codes is leaf
+
+
+@pytest.mark.parametrize("text", ["int8", "float8", "int4:32", "uint4:32", "nf4:32"])
+def test_arithmetic_on_leaves_is_rejected_where_it_shows(text):
+    stored = QuantizedArray.of(jnp.asarray(normal(64, 8)), text)
+    changed = jax.tree.map(lambda x: x.astype(jnp.float32) * 0.5, stored)
+    reads: Any = (lambda: changed.shape, changed.widened, lambda: policy.pack_params(changed))
+    for read in (*reads, lambda: jnp.ones((2, 64)) @ changed):
+        with pytest.raises(ValueError, match=rf"{text} along .* values of float32.*dequantize_pa"):
+            read()
+    assert repr(changed).startswith("QuantizedArray(")
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("text", ["int4:32", "uint4:32", "int8"])
+def test_mapped_along_another_axis_is_rejected(text, axis):
+    stored = QuantizedArray.of(jnp.asarray(normal(3, 64, 8)), text)
+    wide = jax.vmap(lambda w: w.widened())(stored)
+    np.testing.assert_array_equal(wide, stored.widened())
+    with pytest.raises(ValueError, match=r"in_axes=0|inconsistent sizes|rank should be"):
+        jax.vmap(lambda w: w.widened(), in_axes=axis)(stored)
+    mapped = jax.vmap(lambda w: QuantizedArray.of(w, text), out_axes=1)(jnp.ones((3, 64, 8)))
+    with pytest.raises(ValueError, match="out_axes=0"):
+        mapped.widened()
+
+
+BLOCKS = ("int8", "int8:32", "float8", "int4:32", "uint4:32", "nf4:32")
+
+
+@pytest.mark.parametrize("text", BLOCKS)
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
+def test_a_block_that_is_not_finite_is_nan(text, number):
+    x = normal(64, 4)
+    x[40, 1] = number
+    y = np.array(jax.jit(lambda x: QuantizedArray.of(x, text).widened())(x))
+    block = slice(32 if ":" in text else 0, 64)
+    assert np.isnan(y[block, 1]).all()
+    y[block, 1] = 0
+    assert np.isfinite(y).all()
+
+
+@pytest.mark.parametrize("text", BLOCKS)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_the_largest_finite_numbers_stay_finite(text, dtype):
+    largest = min(float(jnp.finfo(dtype).max), 2.0**125 if "nf4" in text else np.inf)
+    for pair in ((1, 0), (-1, 0), (1, 1), (-1, -1), (1, 0.5), (1, -1), (-0.4, 0.5)):
+        if text == "uint4:32" and pair == (1, -1) and dtype != jnp.float16:
+            continue  # they are further apart than the largest float32
+        x = np.tile(np.array(pair) * largest, 32)[:, None].astype(dtype)
+        y = np.asarray(QuantizedArray.of(x, text), np.float64) / largest
+        np.testing.assert_allclose(y, np.asarray(x, np.float64) / largest, rtol=0, atol=0.14)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda w: QuantizedArray.of(w.astype(jnp.int32), "int8"), TypeError, "floating.*int32"),
+        (
+            lambda w: QuantizedArray.of(w.astype(complex), "nf4:32"),
+            TypeError,
+            "floating.*complex64",
+        ),
+        (lambda w: QuantizedArray.of(w, "int8", axis=5), ValueError, "has no axis 5"),
+        (lambda w: QuantizedArray.of(w[0, 0], "int8"), ValueError, "has no axis -2"),
+        (lambda w: QuantizedArray.of(w, "int8", scale_dtype=jnp.int8), TypeError, "scale_dtype"),
+        (lambda w: QuantizedArray.of(w, "int3"), ValueError, "int4:32, uint4:32, nf4:64"),
+    ],
+)
+def test_what_is_no_floating_array_is_rejected(make, error, words):
+    with pytest.raises(error, match=words):
+        make(jnp.ones((64, 4)))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({}, ValueError, "int4:32.*-8 to 7, but got int64 from 0.0 to 15.0.*8 of GGUF's Q4_0"),
+        ({"format": "nf4:32", "codes": NIBBLES - 1}, ValueError, "0 to 15, but got .* -1.0"),
+        ({"format": "nf4:32", "codes": NIBBLES + 0.5}, ValueError, "numbers of uint4"),
+        ({"format": "nf4:32", "codes": NIBBLES + 2**32}, ValueError, "numbers of uint4"),
+        ({"format": "int8:32", "codes": NIBBLES + 250}, ValueError, "-128 to 127"),
+        ({"format": "float8:32", "codes": NIBBLES * 100.0}, ValueError, "-448.0 to 448.0"),
+        ({"codes": NIBBLES + 0j}, TypeError, "real numbers, but got complex128"),
+        ({"codes": NIBBLES > 1}, TypeError, "real numbers, but got bool"),
+        ({"axis": 5}, ValueError, "has no axis 5"),
+        ({"scales": np.ones((2, 8), int)}, TypeError, "scales should be floating"),
+        ({"dtype": jnp.int32}, TypeError, "dtype should be floating, but got int32"),
+    ],
+)
+def test_values_that_a_format_has_not_are_rejected(change, error, words):
+    given = {"codes": NIBBLES, "scales": np.ones((2, 8), np.float32), "format": "int4:32"}
+    for run in (lambda make: make(), jax.jit(lambda make: make(), static_argnums=0)):
+        with pytest.raises(error, match=words):
+            run(lambda: QuantizedArray.of_codes(**given | change).widened())
