@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from policy.core.arrays import require_available
 from policy.core.dtypes import dtype_or_none
 from policy.core.param_formats import CODES, ParamFormat, format_of
 from policy.programs.jaxprs import Equation
@@ -75,7 +76,8 @@ class CodeLayout:
             return tuple(codes)
         count = 3 if self.trailing else 2
         blocks, size = codes[len(codes) - count :][:2]
-        return (*codes[: len(codes) - count], blocks * size, *self.trailing)
+        trailing = codes[-1:] if len(self.trailing) == 1 else self.trailing  # a part, in shard_map
+        return (*codes[: len(codes) - count], blocks * size, *trailing)
 
     def fault(self, codes: Any, scales: Any) -> str | None:
         """Returns the reason why codes and scales are none of this layout, or None."""
@@ -273,7 +275,7 @@ class QuantizedArray:
         """
         if not jnp.issubdtype(dtype, jnp.floating):
             return self.widened().astype(dtype)
-        layout = dataclasses.replace(self.layout, dtype=jnp.dtype(dtype))
+        layout = dataclasses.replace(self.layout, dtype=require_available(dtype))
         return dataclasses.replace(self, layout=layout)
 
     def widened(self) -> jax.Array:
@@ -450,7 +452,7 @@ def _layout(shape: Sequence[int], format: ParamFormat, axis: int, dtype: DTypeLi
     trailing = tuple(shape[axis + 1 :])
     size, block = shape[axis], format.block
     divided = (size,) if block is None else (size // block, block)
-    return CodeLayout(format.name, block is not None, divided, trailing, jnp.dtype(dtype))
+    return CodeLayout(format.name, block is not None, divided, trailing, require_available(dtype))
 
 
 def _in_blocks(array: Any, layout: CodeLayout, block: int | None) -> Any:

@@ -338,6 +338,7 @@ def test_the_largest_finite_numbers_stay_finite(text, dtype):
         (lambda w: QuantizedArray.of(w, "int8", axis=5), ValueError, "has no axis 5"),
         (lambda w: QuantizedArray.of(w[0, 0], "int8"), ValueError, "has no axis -2"),
         (lambda w: QuantizedArray.of(w, "int8", scale_dtype=jnp.int8), TypeError, "scale_dtype"),
+        (lambda w: QuantizedArray.of(w, "int8").astype(float), ValueError, "x64"),
         (lambda w: QuantizedArray.of(w, "int3"), ValueError, "int4:32, uint4:32, nf4:64"),
     ],
 )
@@ -367,3 +368,21 @@ def test_values_that_a_format_has_not_are_rejected(change, error, words):
     for run in (lambda make: make(), jax.jit(lambda make: make(), static_argnums=0)):
         with pytest.raises(error, match=words):
             run(lambda: QuantizedArray.of_codes(**given | change).widened())
+
+
+@pytest.mark.parametrize("text", ["int8", "int8:16", "int4:16"])
+@pytest.mark.parametrize("spec", [("d",), (None, "d")])
+def test_devices_upcast_their_parts(text, spec):
+    mesh = jax.sharding.AbstractMesh((2,), ("d",))
+    stored = QuantizedArray.of(jnp.ones((64, 8)), text)
+    is_blocked = text != "int8"
+    of_values = spec if len(spec) == 1 or not is_blocked else (None, None, "d")
+    of_scales = spec if is_blocked else spec[1:]
+    specs = (jax.sharding.PartitionSpec(*each) for each in (of_values, of_scales))
+    part = jax.shard_map(
+        lambda w: w.widened(),
+        mesh=mesh,
+        in_specs=(QuantizedArray(*specs, stored.layout),),
+        out_specs=jax.sharding.PartitionSpec(*spec),
+    )
+    assert jax.eval_shape(part, stored).shape == (64, 8)
