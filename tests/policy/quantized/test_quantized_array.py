@@ -373,16 +373,17 @@ def test_values_that_a_format_has_not_are_rejected(change, error, words):
 @pytest.mark.parametrize("text", ["int8", "int8:16", "int4:16"])
 @pytest.mark.parametrize("spec", [("d",), (None, "d")])
 def test_devices_upcast_their_parts(text, spec):
-    mesh = jax.sharding.AbstractMesh((2,), ("d",))
+    axes = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=axes)
     stored = QuantizedArray.of(jnp.ones((64, 8)), text)
     is_blocked = text != "int8"
     of_values = spec if len(spec) == 1 or not is_blocked else (None, None, "d")
     of_scales = spec if is_blocked else spec[1:]
-    specs = (jax.sharding.PartitionSpec(*each) for each in (of_values, of_scales))
+    values, scales = (jax.sharding.PartitionSpec(*each) for each in (of_values, of_scales))
     part = jax.shard_map(
         lambda w: w.widened(),
         mesh=mesh,
-        in_specs=(QuantizedArray(*specs, stored.layout),),
+        in_specs=(QuantizedArray(values, scales, stored.layout),),
         out_specs=jax.sharding.PartitionSpec(*spec),
     )
     assert jax.eval_shape(part, stored).shape == (64, 8)
