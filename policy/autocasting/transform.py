@@ -45,6 +45,7 @@ from policy.programs.tracing.trace import (
     with_static,
     without_static,
 )
+from policy.quantized.params import dequantize_params
 
 _MOST_PROGRAMS = 64  # kept for each transformed function, one for each set of static arguments
 
@@ -282,13 +283,20 @@ class _Autocast:
     ) -> Callable[..., Any]:
         """Returns the function of the arrays alone that traces `fn` and evaluates its program."""
 
-        def flat(*arrays: Any) -> Any:
-            args, kwargs = arguments.filled(arrays)
+        def flat(*arrays: Any, upcasts: bool = False) -> Any:
+            given = arguments.filled(arrays)
+            args, kwargs = dequantize_params(given) if upcasts else given
             return with_static(self.fn(*args, **kwargs))
 
         def rewritten(*arrays: Any) -> Any:
             with refusing_sites(_name_of(self.fn)):
-                jaxpr, shape = _traced_in_float32(flat, arrays)
+                try:
+                    jaxpr, shape = _traced_in_float32(flat, arrays)
+                except ValueError as error:  # functions of `lax` take no quantized array
+                    if "__jax_array__" not in str(error):
+                        raise
+                    of_arrays = functools.partial(flat, upcasts=True)
+                    jaxpr, shape = _traced_in_float32(of_arrays, arrays)
             args, kwargs = arguments.filled(arrays)
             marks = parameters(self.fn, self.options.params, args, kwargs)
             states = other_state(args, kwargs, self.options.states)
