@@ -134,7 +134,7 @@ def test_the_policy_is_a_value_with_a_text_form():
     assert policy.output_dtype == jnp.float32 and policy.follows_caller
     assert policy.replace(compute_dtype="bf16").follows_caller
     assert not policy.with_output_dtype("f32").follows_caller
-    with pytest.raises(ValueError, match=r"'caller'.*should be a floating dtype"):
+    with pytest.raises(ValueError, match=r"'caller'.*or a floating dtype"):
         get_policy("p=caller")
 
 
