@@ -234,8 +234,8 @@ def cases(
             lambda w, **o: w.LayerNorm(**o),
             lambda w, **o: w.LayerNorm(width, **o),
             EXACT,
-            flops=1.26,
-            bytes=1.30,
+            flops=1.32,  # rounds its input once more, for backward to read the same numbers
+            bytes=1.35,
             c_flops=1.24,
             c_bytes=1.11,
         ),
@@ -245,8 +245,9 @@ def cases(
             lambda w, **o: w.RMSNorm(**o),
             lambda w, **o: w.RMSNorm(width, **o),
             NORM,
-            flops=1.01,
-            bytes=1.09,
+            flops=1.25,  # as LayerNorm
+            bytes=1.25,
+            converts=1.40,
             c_bytes=1.01,
         ),
         layer(

@@ -28,7 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from mpmodules.functions.functional import broadcast_like
-from policy.functions.checkpointing import as_stored, cached_inline_jit
+from policy.functions.checkpointing import cached_inline_jit
 
 Array = jax.Array
 _Parts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -99,7 +99,7 @@ def moments(region: Region, x: Array) -> tuple[Array, Array, Array]:
     """
     info = jnp.finfo(x.dtype)
     precision = info.nmant + 1
-    wide = as_stored(x).astype(jnp.float32)  # the sums are exact only of rounded numbers
+    wide = _as_rounded(x)  # the sums are exact only of rounded numbers
     is_known = all(isinstance(x.shape[axis], int) for axis in region.axes)  # not of `jax.export`
     halves = _parts(wide.shape, region.axes, 2 ** (24 - precision)) if is_known else None
     if halves is None:
@@ -111,6 +111,11 @@ def moments(region: Region, x: Array) -> tuple[Array, Array, Array]:
         return by_halves(wide)
     by_squares = functools.partial(_of_parts, region, precision, squares, cuts=False)
     return lax.platform_dependent(wide, cuda=by_squares, rocm=by_squares, default=by_halves)
+
+
+def _as_rounded(x: Array) -> Array:
+    """Returns `x` in float32; XLA keeps its rounding, as in `policy.functions.checkpointing`."""
+    return lax.reduce_precision(x.astype(jnp.float32), 8, int(jnp.finfo(x.dtype).nmant))
 
 
 def _in_two_passes(region: Region, wide: Array) -> tuple[Array, Array, Array]:
@@ -336,8 +341,7 @@ def _normalize(
         centre, offset = centre + offset, None
     root = lax.rsqrt(variance + epsilon)
     factor = root if scale is None else root * scale
-    wide = as_stored(x).astype(jnp.float32)
-    y = (wide - centre) * factor  # the difference is exact where the two are close
+    y = (_as_rounded(x) - centre) * factor  # the difference is exact where the two are close
     if offset is not None:
         bias = _less(bias, offset * factor)
     return (y if bias is None else y + bias).astype(dtype), centre, offset, variance
@@ -382,7 +386,7 @@ def _derivative(
     x_tangent, by_normalized, by_region = tangents
     root = lax.rsqrt(variance + epsilon)
     factor = root if scale is None else root * scale
-    centred = as_stored(x).astype(jnp.float32) - centre
+    centred = _as_rounded(x) - centre
     is_shared = all(factor.shape[axis] == 1 for axis in region.axes)
     if not is_shared and offset is not None:
         centred = centred - offset
