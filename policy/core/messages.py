@@ -41,10 +41,12 @@ def warn_once(message: str) -> None:
         _warned.add(message)
 
 
-def instruction_after(frame: types.FrameType) -> str:
-    """Returns the instruction that takes the result of a frame's call, POP_TOP if it is dropped."""
-    code = dis.get_instructions(frame.f_code)
-    return next((each.opname for each in code if each.offset > frame.f_lasti), "")
+def instruction_after(frame: types.FrameType | None) -> str:
+    """Returns the instruction that takes the result of the call under way in a frame: BEFORE_WITH,
+    or POP_TOP where it is dropped.
+    """
+    code = [] if frame is None else dis.get_instructions(frame.f_code)
+    return next((each.opname for each in code if frame and each.offset > frame.f_lasti), "")
 
 
 # --------------------------------------------------------------------------------------------------
