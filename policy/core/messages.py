@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dis
-import types
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -39,14 +37,6 @@ def warn_once(message: str) -> None:
     if message not in _warned:
         warnings.warn(message, DtypePolicyWarning, stacklevel=2)
         _warned.add(message)
-
-
-def instruction_after(frame: types.FrameType | None) -> str:
-    """Returns the instruction that takes the result of the call under way in a frame: BEFORE_WITH,
-    or POP_TOP where it is dropped.
-    """
-    code = [] if frame is None else dis.get_instructions(frame.f_code)
-    return next((each.opname for each in code if frame and each.offset > frame.f_lasti), "")
 
 
 # --------------------------------------------------------------------------------------------------
