@@ -1,0 +1,375 @@
+"""What a line says explicitly about dtypes is obeyed, or its loss is told: by each way of applying
+a policy, judged by traced programs. Most of the cells are in the slow part.
+"""
+
+import dataclasses
+import functools
+import gc
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import pytest
+
+from policy import DtypePolicyWarning
+from tests.mpmodules.explicit_requests import (
+    COLUMNS,
+    MISTAKES,
+    REQUESTS,
+    Request,
+    X,
+    at,
+    in_float32,
+    plain,
+    program,
+)
+
+MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")
+MOVES = ("reshape", "broadcast_in_dim", "squeeze", "transpose", "slice", "concatenate", "tile")
+CASTS = ("convert_element_type", "reduce_precision")
+HALF = ("bfloat16", "float16")
+# Cells that are silent today, by the ways that apply it: a repair takes its own away.
+SILENT = {
+    "linen nnx port_linen port_nnx autocast": """
+x.astype(f32) @ w.astype(f32); jnp.asarray(x, f32); jnp.float32(x); convert_element_type;
+casts of a helper; casts by tree.map; a cast of a closure; casts in einsum;
+casts in a convolution; casts to promote_types; casts, and back; Precision.HIGHEST;
+precision="high"; precision of two; DotAlgorithmPreset; precision= and preferred=;
+default_matmul_precision; jnp.dot(precision=); jnp.matmul(precision=);
+lax.dot_general(precision=); lax.conv(precision=); einsum(precision=); tensordot(precision=);
+inner(precision=); ragged_dot(precision=); jnp.dot(preferred=); jnp.matmul(preferred=);
+lax.dot_general(preferred=); lax.conv(preferred=); einsum(preferred=); tensordot(preferred=);
+inner(preferred=); ragged_dot(preferred=); casts in jax.jit; precision= in jax.jit;
+preferred= in jax.jit; casts in jax.checkpoint; precision= in jax.checkpoint;
+preferred= in jax.checkpoint; casts in jax.custom_jvp; precision= in jax.custom_jvp;
+preferred= in jax.custom_jvp; casts in jax.vmap; precision= in jax.vmap; preferred= in jax.vmap;
+casts in lax.scan; precision= in lax.scan; preferred= in lax.scan; casts in lax.cond;
+precision= in lax.cond; preferred= in lax.cond; x.astype(f32) @ w; x @ w.astype(f32);
+x.astype(f32) * x.astype(f32); x.astype(f32) at the top; q / np.sqrt(8) in x64;
+q * np.array(8.) in x64; Dense(precision=); DenseGeneral(precision=); Conv(precision=);
+ConvTranspose(precision=); Einsum(precision=); attention(precision=); Dense(preferred=);
+DenseGeneral(preferred=); Conv(preferred=); ConvTranspose(preferred=); Einsum(preferred=);
+Dense(dot_general=, precision); Dense(dot_general=, preferred); DenseGeneral(dot_general_cls=);
+Conv(conv_general_dilated=); nn.remat(precision=); nn.jit(precision=); nn.scan(precision=);
+attention(out_dot_general=); tied head, preferred; LayerNorm(force_float32_reductions=False);
+RNN's carry in bf16; rule o=f32 of a layer; rule x=highest of a layer; rule o=f32 of a module;
+rule x=highest of a module; rule o=f32 in bfloat16; dtype_policy= with o=f32; casts in a module;
+precision= in a module; preferred= in a module; default_matmul_precision of a layer
+""",
+    "linen nnx port_linen port_nnx": """
+carry in bf16; cache in bf16
+""",
+    "port_linen port_nnx autocast": """
+Dense(dtype=f32); DenseGeneral(dtype=f32); Conv(dtype=f32); ConvTranspose(dtype=f32);
+Einsum(dtype=f32); attention(dtype=f32); SimpleCell(dtype=f32); LSTMCell(dtype=f32);
+GRUCell(dtype=f32); Embed(dtype=f32).attend
+""",
+    "port_linen port_nnx": """
+Dense(dtype=bf16) in float32; Dense(param_dtype=bf16); LayerNorm(dtype=f32)
+""",
+    "autocast": """
+Dense(promote_dtype=)
+""",
+    "mistakes": """
+flax.linen in use_policy; flax.nnx in use_policy; flax.linen in ours; flax.nnx in ours;
+ours in flax.linen; ours in flax.nnx; a layer is assigned; autocast of a linen policy;
+autocast of an nnx policy; a new instance outside; a scope around jax.jit;
+a loss of bf16 logits; full_precision() alone; with autocast(policy):; with set_policy(policy):
+""",
+}
+
+
+def pending() -> dict[str, set[str]]:
+    """Returns the names of the cells, by column."""
+    found: dict[str, set[str]] = {}
+    for columns, text in SILENT.items():
+        names = {name.strip() for name in text.split(";")}
+        for column in columns.split():
+            found[column] = found.get(column, set()) | names
+    return found
+
+
+PENDING = pending()
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A value of a program whose calls are inlined, and the operation that made it, or None."""
+
+    aval: Any
+    made: "Op | None" = None
+
+    @property
+    def dtype(self) -> str:
+        return str(getattr(self.aval, "dtype", ""))
+
+
+@dataclasses.dataclass(eq=False)
+class Op:
+    name: str
+    params: Any
+    inputs: list[Value]
+
+    def is_matmul(self, *sizes: int) -> bool:
+        """Whether it is a matmul with an axis of one of the sizes."""
+        found = {size for value in self.inputs for size in value.aval.shape}
+        return self.name in MATMULS and bool(found.intersection(sizes))
+
+    @property
+    def narrows(self) -> bool:
+        return self.name == "reduce_precision" and self.params["mantissa_bits"] <= 10
+
+    @property
+    def said(self) -> tuple[str, str, str]:
+        """The dtypes of a matmul's operands, and its precision."""
+        given = self.params["precision"]
+        pair = given if isinstance(given, tuple) else (given,)
+        names = sorted({getattr(each, "name", str(each)) for each in pair})
+        return self.inputs[0].dtype, self.inputs[1].dtype, ",".join(names)
+
+
+def bodies(eqn: Any) -> list[tuple[Any, int]]:
+    """Returns the jaxprs that an equation runs, and how many of its inputs they don't take."""
+    params = eqn.params
+    if eqn.primitive.name == "cond":
+        return [(branch, 1) for branch in params["branches"]]
+    if eqn.primitive.name == "while":
+        return [(params["body_jaxpr"], params["cond_nconsts"])]
+    names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+    return [(params[name], 0) for name in names if hasattr(params.get(name), "eqns")]
+
+
+def inline(jaxpr: Any, arguments: list[Value], ops: list[Op]) -> list[Value]:
+    """Appends the operations of a jaxpr, and returns its results. Loops run once."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    env = {var: Value(var.aval) for var in jaxpr.constvars}
+    env |= dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def read(var: Any) -> Value:
+        return Value(var.aval) if isinstance(var, jax.extend.core.Literal) else env[var]
+
+    for eqn in jaxpr.eqns:
+        inputs = list(map(read, eqn.invars))
+        inner = bodies(eqn)
+        for body, skipped in inner:
+            results = inline(body, inputs[skipped:], ops)
+            env |= dict(zip(eqn.outvars, results, strict=True))
+        if not inner:
+            ops.append(Op(eqn.primitive.name, eqn.params, inputs))
+            env |= {var: Value(var.aval, ops[-1]) for var in eqn.outvars}
+    return list(map(read, jaxpr.outvars))
+
+
+@dataclasses.dataclass
+class Facts:
+    """A model's program with its gradients: y, the matmul after it, and the request's operations.
+
+    Attributes:
+      ops: all operations; y: the request's result.
+      more, params: dtypes of further results, and of parameters by path.
+    """
+
+    ops: list[Op]
+    y: Value
+    more: set[str]
+    params: dict[str, str]
+
+    def __post_init__(self) -> None:
+        self.of_y = list(self.slice(self.y))
+        mine = [op for op in self.ops if op.name in MATMULS and not op.is_matmul(7, 13)]
+        ahead = [op for op in self.of_y if op in mine]
+        self.forward = {op.said for op in ahead}
+        self.backward = {op.said for op in mine if op not in ahead}
+        self.last = ahead[0].said if ahead else None
+        self.first, self.following = (
+            next(op.said[:2] for op in self.ops if op.is_matmul(size)) for size in (7, 13)
+        )
+        self.rounded = self.is_rounded_since(ahead) if ahead else is_rounded(self.y)
+        self.sharded = any(op.params.get("out_sharding") is not None for op in ahead)
+
+    def slice(self, value: Value, seen: set[int] | None = None) -> Iterator[Op]:
+        """Yields what a value is computed by, the last operation first, up to the first matmul."""
+        seen = set() if seen is None else seen
+        op = value.made
+        if op is not None and id(op) not in seen and not op.is_matmul(7):
+            seen.add(id(op))
+            yield op
+            for each in op.inputs:
+                yield from self.slice(each, seen)
+
+    def is_rounded_since(self, matmuls: list[Op]) -> bool:
+        """Whether y holds 16 bits of what its last matmuls accumulated."""
+
+        @functools.cache
+        def depends(value: Value) -> bool:
+            op = value.made
+            return op is not None and (op in matmuls or any(map(depends, op.inputs)))
+
+        @functools.cache
+        def rounds(value: Value) -> bool:
+            op = value.made
+            if op is None or not depends(value):
+                return False
+            is_own = value.dtype in HALF or op.narrows
+            return is_own or (op not in matmuls and any(map(rounds, op.inputs)))
+
+        return rounds(self.y)
+
+    @property
+    def own(self) -> dict[str, set[str]]:
+        """The dtypes of the floating operands of the request's operations, by name."""
+        found: dict[str, set[str]] = {}
+        for op in self.of_y:
+            floats = {value.dtype for value in op.inputs if "float" in value.dtype}
+            found.setdefault(op.name, set()).update(floats)
+        return found
+
+    @property
+    def reduced(self) -> set[tuple[int, int]]:
+        """The bits of exponents and mantissas that operations leave."""
+        ops = [op for op in self.of_y if op.name == "reduce_precision"]
+        return {(op.params["exponent_bits"], op.params["mantissa_bits"]) for op in ops}
+
+    @property
+    def backward_sums(self) -> set[str]:
+        """The dtypes of backward's sums over the 8 features."""
+        sums = [op for op in self.ops if op.name == "reduce_sum" and op not in self.of_y]
+        facts = [(op.inputs[0].aval.shape, op.params["axes"], op.inputs[0].dtype) for op in sums]
+        return {dtype for shape, axes, dtype in facts if {shape[axis] for axis in axes} == {8}}
+
+    @property
+    def sums_differences(self) -> bool:
+        """Whether a sum is of what a difference went into, as of a variance in two passes."""
+        sums = [op.inputs[0] for op in self.of_y if op.name == "reduce_sum"]
+        return any(op.name == "sub" for value in sums for op in self.slice(value))
+
+
+def is_rounded(value: Value) -> bool:
+    """Whether a value is a cast of 16 bits, up to moves."""
+    op = value.made
+    if value.dtype in HALF or (op and op.narrows):
+        return True
+    return op is not None and op.name in MOVES + CASTS and any(map(is_rounded, op.inputs))
+
+
+def facts_of(fn: Callable[..., Any], params: Any, *extra: Any) -> Facts:
+    """Returns the facts of a function of parameters and inputs, with its gradients."""
+
+    def both(params: Any, x: Any, *extra: Any) -> Any:
+        def results(params: Any, x: Any) -> Any:
+            y, z, more = fn(params, x, *extra)
+            return (y, z), more
+
+        out, pull, more = jax.vjp(results, params, x, has_aux=True)
+        return out[0], more, pull(jax.tree.map(jnp.ones_like, out))
+
+    closed, shapes = jax.make_jaxpr(both, return_shape=True)(params, X, *extra)
+    ops: list[Op] = []
+    y, *_ = inline(closed, [Value(var.aval) for var in closed.jaxpr.invars], ops)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    stored = {jax.tree_util.keystr(path): str(leaf.dtype) for path, leaf in leaves}
+    return Facts(ops, y, {str(leaf.dtype) for leaf in jax.tree.leaves(shapes[1])}, stored)
+
+
+def outcome(request: Request, column: str) -> str:
+    """Returns "obeyed", "obeyed, told", "told", "silent", or an error."""
+    as_users = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+    with as_users[0], as_users[1], request.around(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            facts = facts_of(*program(request, column), *request.extra)
+        except (TypeError, ValueError) as error:
+            return f"rejected: {error}"
+    told = any(issubclass(each.category, DtypePolicyWarning) for each in caught)
+    return ", ".join(["obeyed"] * request.check(facts) + ["told"] * told) or "silent"
+
+
+def outcome_of_mistake(run: Callable[[], Any], words: str) -> str:
+    """Returns "told" for one warning of these words, "rejected", "silent", or the other words."""
+    with jax.numpy_dtype_promotion("standard"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            run()
+            gc.collect()
+        except (TypeError, ValueError, AttributeError) as error:
+            return "rejected" if re.search(words, str(error)) else f"error: {error}"
+    found = [str(each.message) for each in caught if issubclass(each.category, UserWarning)]
+    if not found:
+        return "silent"
+    return "told" if len(found) == 1 and re.search(words, found[0]) else f"other words: {found}"
+
+
+@jax.custom_vjp
+def wide_dot(h: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.dot(h, w, precision="highest", preferred_element_type=jnp.float32)
+
+
+def half_gradients(operands: Any, g: jax.Array) -> Any:
+    return jax.vjp(jnp.matmul, *operands)[1](g.astype(jnp.bfloat16))
+
+
+WIDE = at("HIGHEST")
+wide_dot.defvjp(lambda h, w: (wide_dot(h, w), (h, w)), half_gradients)
+
+
+@pytest.mark.parametrize(
+    ("request_by_hand", "checks"),
+    {
+        wide_dot: [WIDE],
+        lambda h, w: wide_dot(h, w).astype(h.dtype): [plain],
+        lambda h, w: jnp.dot(*(v.astype(jnp.float32) for v in (h, w)), precision="highest"): [
+            in_float32
+        ],
+        lambda h, w: h.astype(jnp.float32) @ w.astype(jnp.float32): [],
+        jnp.matmul: [plain],
+    }.items(),
+)
+def test_checks_tell_programs_by_hand_apart(request_by_hand, checks):
+    def model(params: Any, x: Any) -> Any:
+        a, w, b, x = (value.astype(jnp.bfloat16) for value in (*params, x))
+        y = request_by_hand(x @ a, w)
+        return y.astype(jnp.float32), (y.astype(jnp.bfloat16) @ b).astype(jnp.float32), ()
+
+    facts = facts_of(model, [jnp.ones(shape) for shape in ((7, 8), (8, 10), (10, 13))])
+    assert [check for check in (WIDE, plain, in_float32) if check(facts)] == checks
+
+
+def cells() -> Iterator[Any]:
+    """Yields each request by each way. A fifth of them is in the fast part: each request once."""
+    for place, request in enumerate(REQUESTS.values()):
+        for column in request.columns:
+            is_fast = COLUMNS[place % 5] == column or len(request.columns) < 3
+            marks = [] if is_fast else [pytest.mark.slow]
+            if request.name in PENDING.get(column, ()):
+                marks.append(pytest.mark.xfail(strict=True, raises=AssertionError))
+            yield pytest.param(request, column, id=f"{request.name}-{column}", marks=marks)
+
+
+@pytest.mark.parametrize(("request_", "column"), list(cells()))
+def test_a_request_is_obeyed_or_told(request_, column):
+    found = outcome(request_, column)
+    assert found.partition(":")[0] in request_.expect.get(column, "obeyed").split("|"), found
+
+
+def mistakes() -> Iterator[Any]:
+    for name in MISTAKES:
+        marks = (
+            [pytest.mark.xfail(strict=True, raises=AssertionError)]
+            if name in PENDING["mistakes"]
+            else []
+        )
+        yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", list(mistakes()))
+def test_a_mistake_is_told_or_rejected(name):
+    run, wanted, words = MISTAKES[name]
+    assert outcome_of_mistake(run, words) == wanted
+
+
+def test_pending_cells_exist():
+    assert set().union(*PENDING.values()) <= REQUESTS.keys() | MISTAKES.keys()
