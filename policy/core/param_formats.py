@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from policy.core.dtypes import dtype_names, dtype_or_none
 
@@ -24,7 +25,7 @@ class _Kind:
     """Codes of one name.
 
     Attributes:
-      dtype: that they are stored in; two of 4 bits take one byte.
+      dtype: of the codes; two of 4 bits take one byte.
       largest: the number that the largest magnitude of a block is scaled to. Of int4 it is the
         lowest code, and the scale has the sign that takes the number there, as in llama.cpp's Q4_0.
       table: the numbers that the codes stand for; None of codes that are numbers themselves.
@@ -37,6 +38,11 @@ class _Kind:
     table: tuple[float, ...] | None = None
     block: int | None = None
     has_minimum: bool = False
+
+    @property
+    def stored(self) -> np.dtype:
+        """The dtype in memory: of float8 that of its bits, so that arithmetic on them is seen."""
+        return np.dtype(jnp.uint8 if self.dtype == jnp.float8_e4m3fn else self.dtype)
 
 
 CODES = {

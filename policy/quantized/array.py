@@ -22,9 +22,10 @@ from policy.core.dtypes import dtype_or_none
 from policy.core.param_formats import CODES, ParamFormat, format_of
 from policy.programs.jaxprs import Equation
 from policy.programs.marks import REGION
-from policy.quantized.codes import numbers, quantised, scaled
+from policy.quantized.codes import as_stored, numbers, quantised, scaled
 
 _WIDENED = f"{REGION}widened_"
+_NO_VALUES = jnp.bool_, jax.dtypes.float0  # of a mask, of a tree of tangents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,8 @@ class CodeLayout:
     In blocks, codes are (leading..., n / block, block, trailing), all trailing axes in one, which
     XLA widens inside of a matmul; otherwise they have the array's shape. Scales are codes without
     the axis of the codes that share one; where a block has a minimum, scale and minimum stand along
-    that axis. More leading axes may be added and taken away, as `vmap` and `scan` do.
+    that axis. Leading axes may be added and taken away, as `vmap` and `scan` do; after them scales
+    have an axis of size 1, so that no other axis of values and scales is mapped as one of these.
 
     Attributes:
       name: that of the codes.
@@ -70,45 +72,61 @@ class CodeLayout:
         """The axis of the codes that share a scale, counted from their end."""
         return (-2 if self.trailing else -1) if self.is_blocked else self.axis
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The sizes of the codes' axes without the leading ones."""
+        merged = (math.prod(self.trailing),) if self.trailing else ()
+        return (*self.divided, *(merged if self.is_blocked else self.trailing))
+
+    @property
+    def of_scales(self) -> tuple[int, ...]:
+        """The sizes of the scales' axes without the leading ones."""
+        pair = [2] if CODES[self.name].has_minimum else []
+        sizes, shared = list(self.held), len(self.held) + self.shared
+        return (1, *sizes[:shared], *pair, *sizes[shared + 1 :])
+
     def shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the array whose codes have the given one."""
         if not self.is_blocked:
             return tuple(codes)
-        count = 3 if self.trailing else 2
-        blocks, size = codes[len(codes) - count :][:2]
+        start = len(codes) - len(self.held)
         trailing = codes[-1:] if len(self.trailing) == 1 else self.trailing  # a part, in shard_map
-        return (*codes[: len(codes) - count], blocks * size, *trailing)
+        return (*codes[:start], codes[start] * codes[start + 1], *trailing)
 
     def fault(self, codes: Any, scales: Any) -> str | None:
         """Returns the reason why codes and scales are none of this layout, or None."""
-        kind = CODES[self.name]
-        if codes.dtype != kind.dtype or not jnp.issubdtype(scales.dtype, jnp.floating):
+        dtype = CODES[self.name].stored
+        if codes.dtype != dtype or not jnp.issubdtype(scales.dtype, jnp.floating):
             return (
                 f"has values of {codes.dtype} and scales of {scales.dtype}, not of "
-                f"{jnp.dtype(kind.dtype)} and a floating dtype: arithmetic or a cast of the tree's "
+                f"{dtype} and a floating dtype: arithmetic or a cast of the tree's "
                 "leaves changed values and scales apart. Upcast it with policy.dequantize_params "
                 "first, or leave it out with policy.split_frozen."
             )
         if jax.sharding.get_abstract_mesh().manual_axes:
             return None  # shard_map gives each device a part
-        merged = (math.prod(self.trailing),) if self.trailing else ()
-        held = (*self.divided, *(merged if self.is_blocked else self.trailing))
-        of_scales = list(codes.shape)
-        shared = len(of_scales) + self.shared
-        of_scales[shared : shared + 1] = [2] if kind.has_minimum else []
-        if codes.shape[-len(held) :] == held and list(scales.shape) == of_scales:
+        leading = tuple(codes.shape[: len(codes.shape) - len(self.held)])
+        if (codes.shape, scales.shape) == (leading + self.held, leading + self.of_scales):
             return None
         return (
-            f"has values of shape {codes.shape} and scales of shape {scales.shape}, where the "
-            f"values' last axes should be {held}: they were sliced, stacked or mapped along "
-            "another axis than the first. Use in_axes=0 and out_axes=0, or upcast it with "
-            "policy.dequantize_params first."
+            f"has values of shape {codes.shape} and scales of shape {scales.shape}, whose last "
+            f"axes should be {self.held} and {self.of_scales}: they are another array's, or were "
+            "sliced, stacked or mapped along another axis than the first. Use in_axes=0 and "
+            "out_axes=0, or upcast it with policy.dequantize_params first."
         )
+
+    def with_one(self, scales: jax.Array) -> jax.Array:
+        """Returns scales with their axis of size 1."""
+        return jnp.expand_dims(scales, -len(self.of_scales))
+
+    def without_one(self, scales: jax.Array) -> jax.Array:
+        """Returns scales without their axis of size 1."""
+        return jnp.squeeze(scales, -len(self.of_scales))
 
     def numbers(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Returns the array in the shape of its codes: each number is rounded once."""
-        wide = scaled(numbers(codes, self.name, self.dtype), self.name, scales, self.shared)
-        return wide.astype(self.dtype)
+        wide, scales = numbers(codes, self.name, self.dtype), self.without_one(scales)
+        return scaled(wide, self.name, scales, self.shared).astype(self.dtype)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -129,7 +147,8 @@ class QuantizedArray:
     ((64, 16), (2, 32, 16), dtype(int4), 576)
 
     Attributes:
-      codes: int8, float8_e4m3fn, int4 or uint4; a compiled program holds two of 4 bits in a byte.
+      codes: int8, the bits of float8 in uint8, or int4 or uint4, of which a compiled program holds
+        two in a byte.
       scales: floating.
       layout: how both make up the array.
     """
@@ -169,7 +188,7 @@ class QuantizedArray:
         layout = _layout(array.shape, held, axis, array.dtype)
         array = _in_blocks(array, layout, held.block)
         codes, scales = _quantised(array, held.name, layout.shared, jnp.dtype(scale_dtype))
-        return cls(codes, scales, layout)
+        return cls(codes, layout.with_one(scales), layout)
 
     @classmethod
     def of_codes(
@@ -227,16 +246,19 @@ class QuantizedArray:
         stacked = jnp.concatenate(parts, layout.shared)
         together = stacked if kind.has_minimum else jnp.squeeze(stacked, layout.shared)
         codes = _in_blocks(_codes_of(codes, held), layout, held.block)
-        return cls(codes, together, layout)
+        return cls(codes, layout.with_one(together), layout)
 
     def tree_flatten_with_keys(self) -> Any:
-        keys = map(jax.tree_util.GetAttrKey, ("codes", "scales"))
+        # A file of the tree, by paths, fits no tree of another format.
+        keys = map(jax.tree_util.DictKey, (self.layout.name, "scales"))
         return tuple(zip(keys, (self.codes, self.scales), strict=True)), self.layout
 
     @classmethod
     def tree_unflatten(cls, layout: CodeLayout, children: Any) -> QuantizedArray:
         codes, scales = children
-        return cls(codes, scales, layout)
+        made = cls(codes, scales, layout)
+        are_arrays = all(isinstance(x, (jax.Array, np.ndarray)) for x in (codes, scales))
+        return made.checked_parts() if are_arrays and codes.dtype not in _NO_VALUES else made
 
     # As an array --------------------------------------------------------------------------------
 
@@ -415,9 +437,11 @@ def _require_floating(format: ParamFormat, **given: Any) -> None:
     for name, value in given.items():
         value = value if isinstance(value, type) else getattr(value, "dtype", value)
         dtype = dtype_or_none(value)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
             kind = type(value).__name__ if dtype is None else dtype
-            raise TypeError(f"{format.text}: {name} should be floating, but got {kind}.")
+            raise TypeError(
+                f"{format.text}: {name} should be floating, of 16 bits or more, but got {kind}."
+            )
 
 
 def _codes_of(codes: Any, format: ParamFormat) -> jax.Array:
@@ -425,8 +449,13 @@ def _codes_of(codes: Any, format: ParamFormat) -> jax.Array:
     dtype = jnp.dtype(CODES[format.name].dtype)
     if not any(jnp.issubdtype(codes.dtype, kind) for kind in (jnp.integer, jnp.floating)):
         raise TypeError(f"{format.text}: codes should be real numbers, but got {codes.dtype}.")
+    if isinstance(codes, jax.core.Tracer) and codes.dtype != dtype:
+        raise TypeError(
+            f"{format.text}: traced codes, whose range is not known, should be {dtype}, but got "
+            f"{codes.dtype}. Call of_codes outside of jax.jit."
+        )
     if isinstance(codes, jax.core.Tracer):
-        return codes.astype(dtype)
+        return as_stored(codes, format.name)
     with jax.ensure_compile_time_eval():
         held, wide = jnp.asarray(codes, dtype), codes.astype(np.float32)
         if not (held.astype(jnp.float32) == wide).all():
@@ -436,13 +465,17 @@ def _codes_of(codes: Any, format: ParamFormat) -> jax.Array:
                 f"got {codes.dtype} from {wide.min()} to {wide.max()}. Subtract the number that "
                 "they are counted from, such as 8 of GGUF's Q4_0."
             )
-    return held
+    return as_stored(held, format.name)
 
 
 def _layout(shape: Sequence[int], format: ParamFormat, axis: int, dtype: DTypeLike) -> CodeLayout:
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"{format.text}: an array of shape {tuple(shape)} has no axis {axis}.")
     axis = axis % len(shape)
+    if not shape[axis]:
+        raise ValueError(
+            f"{format.text}: axis {axis} of an array of shape {tuple(shape)} is empty."
+        )
     if format.block is not None and shape[axis] % format.block:
         raise ValueError(
             f"{format.text}: axis {axis - len(shape)} of an array of shape {tuple(shape)} is no "

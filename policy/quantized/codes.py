@@ -57,10 +57,16 @@ def quantised(
         codes = nearest_codes(unit, kind.dtype, -kind.largest - 1, kind.largest)
     else:
         codes = nearest_codes(unit, kind.dtype, kind.largest, smallest)
-    codes = codes.astype(kind.dtype)
+    codes = as_stored(codes.astype(kind.dtype), name)
     if minimum is None:
         return codes, jnp.squeeze(scale, axis)
     return codes, jnp.concatenate([scale, minimum], axis)
+
+
+def as_stored(codes: jax.Array, name: str) -> jax.Array:
+    """Returns codes in the dtype in memory."""
+    kind = CODES[name]
+    return codes if codes.dtype == kind.stored else lax.bitcast_convert_type(codes, kind.stored)
 
 
 def scaled(x: jax.Array, name: str, scales: jax.Array, axis: int) -> jax.Array:
@@ -88,7 +94,9 @@ def numbers(codes: jax.Array, name: str, dtype: DTypeLike = jnp.float32) -> jax.
       dtype: that the scaled numbers are rounded to. In bfloat16 those of NF4 are rounded to it
         before they are scaled, too: then a polynomial has them.
     """
-    table = CODES[name].table
+    kind, table = CODES[name], CODES[name].table
+    if kind.stored != kind.dtype:
+        codes = lax.bitcast_convert_type(codes, kind.dtype)
     return codes.astype(jnp.float32) if table is None else _looked_up(codes, table, dtype)
 
 

@@ -208,7 +208,7 @@ def _in_boxes(box: Any, made: QuantizedArray, ndim: int) -> QuantizedArray:
         of_codes = (*names[: axis + 1], None, *((after or [None]) if layout.trailing else ()))
     shared = len(of_codes) + layout.shared
     pair = (None,) if CODES[layout.name].has_minimum else ()
-    of_scales = (*of_codes[:shared], *pair, *of_codes[shared + 1 :])
+    of_scales = (*of_codes[:axis], None, *of_codes[axis:shared], *pair, *of_codes[shared + 1 :])
     codes = box.replace(value=made.codes, names=of_codes)
     return QuantizedArray(codes, box.replace(value=made.scales, names=of_scales), layout)
 

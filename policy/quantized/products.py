@@ -183,7 +183,7 @@ def rows(table: QuantizedArray, tokens: jax.Array) -> jax.Array:
       table: the codes.
       tokens: integers (...).
     """
-    parts, layout = table.unbox_parts(), table.layout
+    parts, layout = table.checked_parts(), table.layout
 
     def taken(array: jax.Array, index: jax.Array = tokens) -> jax.Array:
         return jnp.take(array, index, axis=0)
@@ -191,18 +191,19 @@ def rows(table: QuantizedArray, tokens: jax.Array) -> jax.Array:
     if layout.axis != -table.ndim:
         found = QuantizedArray(taken(parts.codes), taken(parts.scales), layout)
         return layout.numbers(found.codes, found.scales).reshape(found.shape)
+    scales = layout.without_one(parts.scales)
     if not layout.is_blocked:
         codes, size = taken(parts.codes), table.shape[0]
         is_row = ((tokens >= -size) & (tokens < size)).reshape(
             *tokens.shape, *(1,) * (codes.ndim - tokens.ndim)
         )
-        scales = jnp.where(is_row, jnp.broadcast_to(parts.scales, codes.shape), jnp.nan)
+        scales = jnp.where(is_row, jnp.broadcast_to(scales, codes.shape), jnp.nan)
     else:
         block = parts.codes.shape[layout.shared]
         codes = parts.codes.at[tokens // block, tokens % block].get(mode="fill")
-        scales = taken(parts.scales, tokens // block)
-    unit = dataclasses.replace(layout, trailing=(), is_blocked=False)
+        scales = taken(scales, tokens // block)
+    unit = dataclasses.replace(layout, divided=(1,), trailing=(), is_blocked=False)
     if CODES[layout.name].has_minimum:
         scales = jnp.moveaxis(scales, layout.shared, -1)
-    found = unit.numbers(codes[..., None], scales)[..., 0]
+    found = unit.numbers(codes[..., None], unit.with_one(scales))[..., 0]
     return found.reshape(*tokens.shape, *layout.trailing)
