@@ -71,4 +71,8 @@ def quantized_like(module: Any, param: Any, policy: Policy, names: tuple[str, ..
             "Give it a rule with params=bfloat16, or put an nnx.LoRA around the layer instead."
         )
     made = quantised_param(array, held, axis, "/".join(names))
-    return QuantizedParam(made, **param.get_metadata())
+    metadata = param.get_metadata()
+    metadata.pop(
+        "out_sharding", None
+    )  # of the array's axes: values and scales stay as it was divided
+    return QuantizedParam(made, **metadata)

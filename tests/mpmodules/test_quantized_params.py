@@ -229,9 +229,10 @@ def test_boxed_parameters():
     stored = policy.quantize_params(layer.init(KEY, x), "params=int4:32")
     close(layer.apply(stored, x), layer.apply(policy.dequantize_params(stored), x))
     kernel = stored["params"]["kernel"]
-    assert kernel.codes.names == ("embed", None, "mlp") and kernel.scales.names == ("embed", "mlp")
+    names = ("embed", None, "mlp"), (None, "embed", "mlp")
+    assert (kernel.codes.names, kernel.scales.names) == names
     specs = linen.get_partition_spec(stored)["params"]["kernel"]
-    assert tuple(specs.codes) == ("embed", None, "mlp") and tuple(specs.scales) == ("embed", "mlp")
+    assert (tuple(specs.codes), tuple(specs.scales)) == names
 
 
 class Net(nnx.Module):
@@ -341,7 +342,17 @@ def test_a_quantized_param_computes_as_its_array():
     ):
         np.testing.assert_allclose(y, expected, rtol=1e-6)
     assert len(kernel) == 64 and kernel.shape == (64, 32)
-    halved = jax.tree.map(lambda x: x.astype(jnp.float32) * 0.5, nnx.state(model))
-    nnx.update(model, halved)
     with pytest.raises(ValueError, match=r"int4:32 along .* has values of float32"):
-        model(x)
+        jax.tree.map(lambda x: x.astype(jnp.float32) * 0.5, nnx.state(model))
+
+
+@pytest.mark.parametrize("text", ["int8", "int4:32", "uint4:32"])
+def test_sharded_params_of_nnx_keep_their_sharding(text):
+    mesh = jax.make_mesh((1,), ("mp",), axis_types=(jax.sharding.AxisType.Auto,))
+    init = flax.nnx.with_partitioning(flax.nnx.initializers.lecun_normal(), (None, "mp"))
+    with jax.set_mesh(mesh):
+        given = flax.nnx.Linear(64, 32, kernel_init=init, rngs=flax.nnx.Rngs(0))
+        layer: Any = nnx.apply_policy(given, texts(text)[0])
+        assert layer(array(4, 64)).shape == (4, 32)
+    stored = layer.kernel.get_raw_value()
+    assert stored.codes.sharding.mesh.shape == {"mp": 1} and stored.shape == (64, 32)
