@@ -24,7 +24,7 @@ from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.scope import Scope, current_scope, enter
 from policy.quantized.array import QuantizedArray
-from policy.quantized.params import as_stored
+from policy.quantized.params import stored_by_policy
 
 _MULTIPLYING = (
     flax_nn.Dense,
@@ -219,7 +219,7 @@ class _Recorded:
             names = *path, *path_name(place).split("/")
             above = (names[:n] for n in range(len(names) - 1, -1, -1))
             policy = next((p for p in map(self.policies.get, above) if p is not None), None)
-            made = leaf if policy is None else as_stored(leaf, names, policy)
+            made = leaf if policy is None else stored_by_policy(leaf, names, policy)
             is_codes = isinstance(made, QuantizedArray)
             return {"codes": made.codes, "scales": made.scales} if is_codes else made
 

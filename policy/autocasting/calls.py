@@ -22,6 +22,7 @@ from policy.programs import primitives
 from policy.programs.dtypes import F32, float_dtype
 from policy.programs.jaxprs import (
     Equation,
+    equations_of,
     equations_within,
     held_program,
     runs_any,
@@ -157,7 +158,7 @@ def _inlined(evaluator: Evaluator, equation: Equation, values: Values) -> Values
 
 def _is_read_wide(evaluator: Evaluator, body: Any, variable: Any) -> bool:
     """Returns whether only float32 operations of a program read one of its arguments."""
-    users = [each for each in body.eqns if any(atom is variable for atom in each.invars)]
+    users = [each for each in equations_of(body) if any(atom is variable for atom in each.invars)]
     return bool(users) and all(
         evaluator.settings.category(each.primitive.name) == "fp32"
         or (each.primitive.name == "mul" and each.invars[0] is each.invars[1])

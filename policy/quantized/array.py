@@ -22,7 +22,7 @@ from policy.core.dtypes import dtype_or_none
 from policy.core.param_formats import CODES, ParamFormat, format_of
 from policy.programs.jaxprs import Equation
 from policy.programs.marks import REGION
-from policy.quantized.codes import as_stored, numbers, quantised, scaled
+from policy.quantized.codes import in_memory, numbers, quantised, scaled
 
 _WIDENED = f"{REGION}widened_"
 _NO_VALUES = jnp.bool_, jax.dtypes.float0  # of a mask, of a tree of tangents
@@ -396,11 +396,11 @@ _ATTRIBUTES = (
 )
 _OF_ARRAYS = frozenset(_ATTRIBUTES.split())
 _BINARY = "add sub mul truediv floordiv mod pow matmul"
-_OTHERS = "neg pos abs eq ne lt le gt ge"
+_OTHERS = "__neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__"
 
 
 def _operator(name: str, is_reflected: bool = False) -> Any:
-    compute = getattr(operator, f"__{name}__")
+    compute = getattr(operator, name)
 
     def method(stored: QuantizedArray, *others: Any) -> Any:
         if others and not hasattr(stored.unbox_parts().codes, "dtype"):
@@ -411,10 +411,11 @@ def _operator(name: str, is_reflected: bool = False) -> Any:
     return method
 
 
-for _name in (_BINARY + " " + _OTHERS).split():
-    setattr(QuantizedArray, f"__{_name}__", _operator(_name))
 for _name in _BINARY.split():
-    setattr(QuantizedArray, f"__r{_name}__", _operator(_name, is_reflected=True))
+    setattr(QuantizedArray, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(QuantizedArray, f"__r{_name}__", _operator(f"__{_name}__", is_reflected=True))
+for _name in _OTHERS.split():
+    setattr(QuantizedArray, _name, _operator(_name))
 
 
 def frozen(stored: QuantizedArray) -> tuple[jax.Array, jax.Array]:
@@ -455,7 +456,7 @@ def _codes_of(codes: Any, format: ParamFormat) -> jax.Array:
             f"{codes.dtype}. Call of_codes outside of jax.jit."
         )
     if isinstance(codes, jax.core.Tracer):
-        return as_stored(codes, format.name)
+        return in_memory(codes, format.name)
     with jax.ensure_compile_time_eval():
         held, wide = jnp.asarray(codes, dtype), codes.astype(np.float32)
         if not (held.astype(jnp.float32) == wide).all():
@@ -465,7 +466,7 @@ def _codes_of(codes: Any, format: ParamFormat) -> jax.Array:
                 f"got {codes.dtype} from {wide.min()} to {wide.max()}. Subtract the number that "
                 "they are counted from, such as 8 of GGUF's Q4_0."
             )
-    return as_stored(held, format.name)
+    return in_memory(held, format.name)
 
 
 def _layout(shape: Sequence[int], format: ParamFormat, axis: int, dtype: DTypeLike) -> CodeLayout:

@@ -57,13 +57,13 @@ def quantised(
         codes = nearest_codes(unit, kind.dtype, -kind.largest - 1, kind.largest)
     else:
         codes = nearest_codes(unit, kind.dtype, kind.largest, smallest)
-    codes = as_stored(codes.astype(kind.dtype), name)
+    codes = in_memory(codes.astype(kind.dtype), name)
     if minimum is None:
         return codes, jnp.squeeze(scale, axis)
     return codes, jnp.concatenate([scale, minimum], axis)
 
 
-def as_stored(codes: jax.Array, name: str) -> jax.Array:
+def in_memory(codes: jax.Array, name: str) -> jax.Array:
     """Returns codes in the dtype in memory."""
     kind = CODES[name]
     return codes if codes.dtype == kind.stored else lax.bitcast_convert_type(codes, kind.stored)

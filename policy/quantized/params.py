@@ -114,7 +114,7 @@ def quantize_params(
     places = [tuple(path_name(path).split("/")) for path, _ in leaves]
     found.check({joined(names[:n]) for names in places for n in range(len(names))})
     stored = [
-        as_stored(leaf, names, _policy_at(names, held, found), axis)
+        stored_by_policy(leaf, names, _policy_at(names, held, found), axis)
         for names, (_, leaf) in zip(places, leaves, strict=True)
     ]
     tree = treedef.unflatten(stored)
@@ -130,7 +130,7 @@ def _policy_at(names: tuple[str, ...], held: Policy, rules: PolicyRules) -> Poli
     return held
 
 
-def as_stored(leaf: Any, names: tuple[str, ...], policy: Policy, axis: Any = None) -> Any:
+def stored_by_policy(leaf: Any, names: tuple[str, ...], policy: Policy, axis: Any = None) -> Any:
     """Returns a parameter as a policy stores it: as codes, or as it is.
 
     Args:
