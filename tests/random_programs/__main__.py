@@ -1,6 +1,7 @@
 """Draws programs, runs each in classes under policies, and reports wrong numbers.
 
 python -m tests.random_programs --seed 0 --n 100
+python -m tests.random_programs --seed 0 --n 2000 --rotate
 python -m tests.random_programs --seed 17 --n 1 --class nnx --policy bfloat16 --minimize
 """
 
@@ -36,6 +37,20 @@ def known(program: Program, failure: Failure, policy: str) -> str:
     return ""
 
 
+def smallest(
+    program: Program, way: str, policy: str, mode: str, failure: Failure
+) -> tuple[Program, str, Failure]:
+    """Returns the smallest program found that fails alike, as a function where that fails too."""
+
+    def fails(candidate: Program, way: str) -> bool:
+        found = failures(candidate, way, policy, mode).values()
+        return any(each.kind == failure.kind for each in found)
+
+    way = "function" if fails(program, "function") else way
+    program = minimized(program, lambda candidate: fails(candidate, way))
+    return program, way, confirmed(program, way, policy, mode).get(mode, failure)
+
+
 def failing(
     program: Program, way: str, policy: str, seed: int, minimize: bool, judge: Judge
 ) -> list[dict[str, Any]]:
@@ -44,14 +59,7 @@ def failing(
     for mode, failure in confirmed(program, way, policy, judge=judge).items():
         small, ways = program, way
         if minimize and not records:
-            same = lambda candidate, ways: any(  # noqa: E731
-                each.kind == failure.kind  # noqa: B023
-                for each in failures(candidate, ways, policy, mode).values()  # noqa: B023
-            )
-            ways = "function" if same(program, "function") else way
-            small = minimized(program, lambda candidate: same(candidate, ways))  # noqa: B023
-            left = confirmed(small, ways, policy, mode)
-            failure = left.get(mode, failure)
+            small, ways, failure = smallest(program, way, policy, mode, failure)
         records.append(
             {
                 "seed": seed,
@@ -79,6 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--n", type=int, default=20, help="programs")
     parser.add_argument("--class", dest="classes", action="append", choices=CLASSES)
     parser.add_argument("--policy", dest="policies", action="append", choices=POLICIES)
+    parser.add_argument("--rotate", action="store_true", help="one class and policy a program")
     parser.add_argument("--minimize", action="store_true")
     parser.add_argument("--json", help="a file for the records")
     options = parser.parse_args(arguments)
@@ -89,14 +98,14 @@ def main(arguments: list[str] | None = None) -> int:
     counts, records = collections.Counter(), []
     for seed in range(options.seed, options.seed + options.n):
         for half in ("bfloat16", "float16"):
-            chosen = [
-                p for p in options.policies or POLICIES if get_policy(p).compute_dtype == half
-            ]
+            policies = [POLICIES[seed % 3]] if options.rotate else options.policies or POLICIES
+            classes = [CLASSES[seed // 3 % 4]] if options.rotate else options.classes or CLASSES
+            chosen = [p for p in policies if get_policy(p).compute_dtype == half]
             program = draw(seed, half) if chosen else None
             if program is None or not (judge := Judge(program, half)).is_usable:
                 continue
             for policy in chosen:
-                for kind in options.classes or CLASSES:
+                for kind in classes:
                     way = way_of(kind, seed)
                     counts[way, policy] += 1
                     for record in failing(program, way, policy, seed, options.minimize, judge):
