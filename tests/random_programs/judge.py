@@ -142,7 +142,7 @@ class Judge:
             if self.is_usable:
                 runs = [jax.tree.map(np.asarray, results(env["f"], p, x)) for env in envs]
                 self.truth, *self.references = runs
-                p, x = program.params(), program.arrays()
+                p, x = jax.tree.map(jnp.asarray, (program.params(), program.arrays()))
                 self.single = jax.tree.map(np.asarray, results(envs[0]["f"], p, x))
                 self.is_usable = self.error("value") < USABLE
 
