@@ -1,6 +1,7 @@
 """Everything that the README shows runs, and its figures' commands exist."""
 
 import re
+from typing import Any
 
 import flax.linen
 import flax.nnx
@@ -24,6 +25,28 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 )
 def test_each_block_of_the_readme_runs(block):
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+STEPS = [block for block in BLOCKS if "def train_step" in block]
+TABLE = README.partition("| text | parameters |")[2].partition("\n\n")[0]
+POLICIES = [
+    text
+    for row in TABLE.splitlines()[2:]
+    if "frozen" not in row
+    for text in re.findall(r"`(.*?)`", row.split("|")[1])
+]
+
+
+@pytest.mark.filterwarnings("ignore:cpu has no")  # matmuls in 8 bits
+@pytest.mark.parametrize("step", STEPS, ids=["linen", "nnx"])
+@pytest.mark.parametrize("text", POLICIES)
+def test_each_step_takes_each_policy_that_trains_and_computes_its_loss_in_float32(text, step):
+    assert len(STEPS) == 2 and {"mixed_float16", "bfloat16", "float16", "f32_inside"} <= {*POLICIES}
+    names: dict[str, Any] = {"__name__": "readme"}
+    exec(compile(step.replace("mixed_float16", text), "README.md", "exec"), names)
+    loss = names["loss"]
+    assert loss.dtype == jnp.float32 and loss > 0
+    assert loss != loss.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def test_the_readme_gives_one_command_for_the_main_job_and_one_for_the_tests():

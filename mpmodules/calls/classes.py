@@ -11,6 +11,7 @@ import difflib
 import functools
 import importlib.util
 import inspect
+import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from policy.core.messages import shown, warn_once
+from policy.core.messages import instruction_after, shown, warn_once
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules
 from policy.core.scope import RulesLike, computes_in_half, require_usable
@@ -220,6 +221,17 @@ def policy_given(cls: type, given: Any) -> Policy:
         raise type(error)(f"{cls.__name__}(dtype_policy={given!r}): {error}") from None
 
 
+def refuse_policy_in_body(cls: type) -> None:
+    """Refuses a `dtype_policy` in the body of a class, which is no field and which nothing obeys.
+
+    Raises:
+      TypeError: there is one, without an annotation.
+    """
+    value, fields = vars(cls).get("dtype_policy"), vars(cls).get("__annotations__", {})
+    if isinstance(value, str | Policy) and "dtype_policy" not in fields:
+        raise TypeError(f"Nothing obeys {cls.__name__}.dtype_policy. {_way_out(cls, value)}")
+
+
 def require_dtypes(layer: str, given: Mapping[str, Any]) -> None:
     """Refuses dtype arguments of a layer that are no dtypes.
 
@@ -409,6 +421,15 @@ def port_options(
         )
     is_kept = own_code == "keep" or keep_explicit or not computes_in_half(policy, rules)
     return PortOptions(policy, rules, keep_explicit, "keep" if is_kept else "autocast")
+
+
+def warn_where_dropped() -> None:
+    """Warns where the `apply_policy` that calls this was called as a statement."""
+    if instruction_after(sys._getframe(2)) == "POP_TOP":
+        warn_once(
+            "apply_policy returns another model, which was dropped, and leaves the one given as it "
+            "is. Write `model = apply_policy(model, policy)`."
+        )
 
 
 def not_a_model(given: Any, expected: str, *, other: str) -> TypeError:

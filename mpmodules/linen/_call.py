@@ -24,7 +24,9 @@ from mpmodules.linen._resolution import (
     effective_policy,
     fields_set,
     model_of,
+    note_policy,
     plain_fields,
+    warn_of_outermost,
     where,
 )
 from mpmodules.tracing.linen_pure_calls import (
@@ -120,6 +122,8 @@ def _under_way(module: Any, scope: Scope) -> Iterator[None]:
             check_rules(module, scope.rules)
         if is_root and module.is_initializing():
             _check_names(module)
+            if calls.recorded is None:  # a summary's init makes no parameters
+                note_policy(module, scope.policy)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -138,6 +142,8 @@ def run_method(call: MethodCall) -> Any:
         note_obeyed(model_of(module), joined(module.path), effective.policy)
     if calls.recorded is not None:
         calls.recorded.note(module, effective)
+    if not calls.paths:
+        warn_of_outermost(module, policy, scope)
     with _under_way(module, scope):
         if scope.traces_own_code:
             return _run_in_trace(call, effective)

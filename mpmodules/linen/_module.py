@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import flax.linen as flax_nn
-from flax.errors import InvalidInstanceModuleError
 from flax.linen.kw_only_dataclasses import KW_ONLY
 from flax.linen.module import module_field
 from jax.typing import DTypeLike
@@ -27,10 +26,8 @@ from mpmodules.linen._call import (
     wrapped_once,
 )
 from mpmodules.linen._call import param as own_param
-from mpmodules.linen._resolution import note_policy, warn_where_missing
 from mpmodules.linen._summary import tabulate_method
 from policy.core.policy import Policy
-from policy.core.scope import current_scope
 
 DtypePolicy = Policy | str | None
 T = TypeVar("T")
@@ -128,6 +125,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        classes.refuse_policy_in_body(cls)
         is_library = classes.module_of(cls).startswith("mpmodules.linen.")
         if is_library:
             _keep_from_flax(cls)
@@ -193,28 +191,6 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
                 plainly = lambda *args, **kwargs: flaxs(fun, args, kwargs)  # noqa: E731
                 outputs = call_traced(call, effective, plainly=plainly)
             return outputs
-
-        @flax_nn.nowrap
-        @functools.wraps(flax_nn.Module.init_with_output)
-        def init_with_output(self, *args: Any, **kwargs: Any) -> Any:
-            _require_instance(self)
-            made = super().init_with_output(*args, **kwargs)
-            if calls.recorded is None:  # a summary's init makes no parameters
-                note_policy(self)
-            return made
-
-        @flax_nn.nowrap
-        @functools.wraps(flax_nn.Module.apply)
-        def apply(self, *args: Any, **kwargs: Any) -> Any:
-            _require_instance(self)
-            if current_scope().policy is None:
-                warn_where_missing(self)
-            return super().apply(*args, **kwargs)
-
-
-def _require_instance(module: Any) -> None:
-    if not isinstance(module, flax_nn.Module):
-        raise InvalidInstanceModuleError()  # ``Net.apply(variables, x)``, of the class
 
 
 Module.__annotations__["dtype_policy"] = (

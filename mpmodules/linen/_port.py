@@ -25,6 +25,7 @@ from mpmodules.calls.classes import (
     layer_class,
     not_a_model,
     port_options,
+    warn_where_dropped,
 )
 from mpmodules.calls.own_code import FLAX_STATE
 from mpmodules.linen._call import (
@@ -102,6 +103,7 @@ def apply_policy(
     fields, state = fields_of(model), state_of(model)
     if "dtype_policy" in fields:
         fields["dtype_policy"] = options.policy
+    warn_where_dropped()
     return rebuild(base, options, fields, state)
 
 

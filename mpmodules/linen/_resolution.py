@@ -6,22 +6,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as flax_nn
+import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
 from mpmodules.calls.boundary import linen_calls as calls
+from mpmodules.calls.classes import is_ours, remedy_for
 from mpmodules.tracing.names import model_name
 from policy.core.messages import warn_once
 from policy.core.policy import Policy, get_policy
-from policy.core.precedence import Effective, with_explicit_dtypes
+from policy.core.precedence import Effective, warn_of_autocast, with_explicit_dtypes
 from policy.core.rules import PolicyRules, pattern_text
-from policy.core.scope import NO_SOURCE, Scope, Source, current_scope, require_usable
+from policy.core.scope import NO_SOURCE, Scope, Source, is_float32, require_usable
 from policy.programs.paths import joined
+from policy.programs.thread import thread
 
 
 def effective_policy(module: Any, scope: Scope) -> Effective:
@@ -200,28 +202,47 @@ def check_rules(root: Any, rules: PolicyRules) -> None:
     rules.check(paths if stored <= set(called) else list(paths), model=model)
 
 
-# By identity: equal models are others, and some hash nothing.
-_initialised: dict[int, tuple[weakref.ref[Any], Policy]] = {}
+# The policies that models were initialised under, by class and the paths and shapes of params; None
+# where models were initialised without one, too.
+_initialised: dict[type, dict[Hashable, Policy | None]] = {}
 
 
-def note_policy(model: Any) -> None:
-    """Notes the policy in force beside a model that was initialised under it."""
-    key, policy = id(model), current_scope().policy
-    _initialised.pop(key, None)
-    if policy is None or model.dtype_policy is not None or hasattr(type(model), "_ported_from"):
+def note_policy(model: Any, policy: Policy | None) -> None:
+    """Notes the policy that a model was initialised under, where the model carries none."""
+    if _follows_scope(model):
+        known, key = _initialised.setdefault(type(model), {}), _params_of(model)
+        is_plain = policy is None or is_float32(policy) or known.get(key, policy) is None
+        known[key] = None if is_plain else policy
+
+
+def warn_of_outermost(module: Any, policy: Policy | None, scope: Scope) -> None:
+    """Warns of an outermost module of ours that obeys `policy` in code that does not, or obeys none
+    and was initialised under one.
+    """
+    warn_of_autocast(module, policy)
+    if scope.traces_own_code or scope.keeps_own_code or calls.adopters:
         return
-    if {policy.param_dtype, policy.compute_dtype, policy.output_dtype} != {jnp.dtype(jnp.float32)}:
-        _initialised[key] = weakref.ref(model, lambda _: _initialised.pop(key, None)), policy
+    cls, parent = type(module), module.parent
+    if scope.policy is not None:
+        is_mixed = isinstance(parent, flax_nn.Module) and not is_float32(scope.policy)
+        if is_mixed and (remedy := remedy_for(type(parent), "linen")):
+            warn_once(f"{remedy} Layers of mpmodules in it, such as {cls.__name__}, do.")
+    elif not module.path and scope.source.kind != "scope" and thread.autocast is None:
+        known = _initialised.get(cls, {})
+        is_call = any(known.values()) and _follows_scope(module) and not module.is_initializing()
+        if is_call and (before := known.get(_params_of(module))):
+            warn_once(
+                f"{cls.__name__} was initialised under '{before}', but is applied with no policy "
+                "in force, so its layers compute as Flax's do. Call apply in the same use_policy "
+                "block, or give the model a dtype_policy. If no policy is intended, call it inside "
+                "use_policy(None)."
+            )
 
 
-def warn_where_missing(model: Any) -> None:
-    """Warns of a model that is applied without the policy that it was initialised under."""
-    scope, (_, policy) = current_scope(), _initialised.get(id(model), (None, None))
-    is_meant = scope.traces_own_code or scope.source.kind == "scope"
-    if policy is None or scope.policy is not None or is_meant:
-        return
-    warn_once(
-        f"{type(model).__name__} was initialised under '{policy}', but is applied with no policy "
-        "in force, so its layers compute as Flax's do. Call apply in the same use_policy block, or "
-        "give the model a dtype_policy. If no policy is intended, call it inside use_policy(None)."
-    )
+def _follows_scope(model: Any) -> bool:
+    return is_ours(type(model)) and vars(model).get("dtype_policy") is None
+
+
+def _params_of(model: Any) -> Hashable:
+    params = jax.tree_util.tree_leaves_with_path(model.scope.variables().get("params", {}))
+    return tuple((jax.tree_util.keystr(path), jnp.shape(leaf)) for path, leaf in params)

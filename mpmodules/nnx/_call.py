@@ -17,12 +17,17 @@ from flax import nnx as flax_nnx
 from mpmodules.calls import classes, own_code
 from mpmodules.calls.boundary import MethodCall, is_reference, run_at_boundary
 from mpmodules.calls.boundary import nnx_calls as calls
-from mpmodules.nnx._resolution import effective_policy, in_policy, warn_of_scope
+from mpmodules.nnx._resolution import (
+    effective_policy,
+    in_policy,
+    warn_of_scope,
+    warn_of_strangers,
+)
 from mpmodules.tracing.names import PATH, name_scope, note_island
 from mpmodules.tracing.nnx_pure_calls import GraphKey, StatefulCall
 from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
-from policy.core.precedence import Effective
+from policy.core.precedence import Effective, warn_of_autocast
 from policy.core.scope import computes_in_half, current_scope, enter, multiplying
 from policy.programs import marks
 from policy.quantized.params import require_trainable
@@ -88,6 +93,8 @@ def run_method(call: MethodCall) -> Any:
     Every call of a public method of a module that obeys policies comes through here, ours or
     ported.
     """
+    if not calls.depth:
+        warn_of_autocast(call.module, call.module.dtype_policy)
     if call.name == "__call__" and PATH in vars(call.module):
         with name_scope(call.module):
             return _run_outermost_or_inside(call)
@@ -224,11 +231,13 @@ def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
 
 def _call_traced(call: MethodCall, policy: Policy) -> Any:
     """Calls an outermost method, whose own code obeys `policy`, the module's."""
+    scope = current_scope()
     if not calls.depth:
-        warn_of_scope(call.module, current_scope())
+        warn_of_scope(call.module, scope)
     cls, bare = type(call.module), call._replace(module=None, args=(), kwargs={})
 
     def body(copy: Any, *args: Any, **kwargs: Any) -> Any:  # kept with its program: holds no arrays
+        warn_of_strangers(copy, copy, scope)
         return run_method(bare._replace(module=copy, args=args, kwargs=kwargs))
 
     stateful = StatefulCall(body, (call.module, *call.args), call.kwargs)
@@ -238,7 +247,7 @@ def _call_traced(call: MethodCall, policy: Policy) -> Any:
         returned = own_code.run(cls, inside, stateful.trees, policy, key=key)
     except own_code.CANNOT_BE_TRACED as error:
         return own_code.run_kept(cls, error, lambda: _run_method(call))
-    return own_code.outputs_of(call, current_scope(), policy, stateful.finish(returned))
+    return own_code.outputs_of(call, scope, policy, stateful.finish(returned))
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
@@ -18,9 +19,13 @@ from mpmodules.layers.docstrings import extend_docstring
 from mpmodules.nnx._call import install_boundaries, store_in_param_dtype
 from mpmodules.nnx._resolution import (
     hold_policy,
+    is_being_built,
     own_policy,
     policy_to_capture,
     refuse_children_from_outside,
+    warn_of_builder,
+    warn_of_parts,
+    warn_of_strangers,
 )
 from policy.core.policy import Policy
 from policy.core.scope import NO_SOURCE, Source, current_scope, enter
@@ -81,6 +86,8 @@ class ModuleMeta(FlaxModuleMeta):
         own, kwargs = own_policy(cls, args, kwargs)
         scope = current_scope()
         policy, source = policy_to_capture(cls, own, scope)
+        if own is None and scope.policy is not None and not calls.constructions:
+            warn_of_builder(cls, scope.policy, sys._getframe(1))
         inner = scope if policy is None else dataclasses.replace(scope, policy=policy)
         inside, construction = source.for_those_inside(cls.__name__), _Construction(source)
         under_way = calls.noting(constructions=[*calls.constructions, construction])
@@ -96,6 +103,10 @@ class ModuleMeta(FlaxModuleMeta):
         store_in_param_dtype(module, policy, (args, kwargs))
         if policy is not None and source.own and source.kind == "argument":
             refuse_children_from_outside(module, policy, (args, kwargs))
+        if policy is None and scope.source.kind == "scope":
+            module._policy_source = scope.source  # none, on purpose
+        elif policy is None:
+            warn_of_parts(module, (args, kwargs))
         return module
 
     def _pytree_meta_construct(cls, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -188,6 +199,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        classes.refuse_policy_in_body(cls)
         if classes.module_of(cls).startswith("mpmodules.nnx."):
             upstream = classes.register_layer(cls)
             if upstream is not None:
@@ -208,6 +220,8 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "dtype_policy" and ("_policy_source" in vars(self) or not calls.constructions):
             raise classes.policy_set_by_hand(self, value)
+        if self.dtype_policy is not None and not is_being_built(self):
+            warn_of_strangers(self, value, current_scope())
         super().__setattr__(name, value)
 
 

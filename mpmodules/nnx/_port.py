@@ -18,6 +18,7 @@ from mpmodules.calls.classes import (
     layer_class,
     not_a_model,
     port_options,
+    warn_where_dropped,
 )
 from mpmodules.nnx._call import install_boundaries
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
@@ -130,6 +131,7 @@ def apply_policy(
         policy = cast(Policy, plan[id(module)][1].policy)
         if policy.param_format is not None:
             store_quantized(copy(module), policy, path, stored)
+    warn_where_dropped()
     return ported
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -13,13 +14,13 @@ from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import MethodCall, is_reference
 from mpmodules.calls.boundary import nnx_calls as calls
-from mpmodules.calls.classes import is_ours, policy_given, require_dtypes
+from mpmodules.calls.classes import is_ours, policy_given, remedy_for, require_dtypes
 from mpmodules.functions.functional import half_safe_inits
 from policy.core.messages import warn_once
 from policy.core.policy import Policy
 from policy.core.precedence import Effective, with_explicit_dtypes
 from policy.core.rules import Pattern, PolicyRules, pattern_text
-from policy.core.scope import NO_SOURCE, Scope, Source, require_usable
+from policy.core.scope import NO_SOURCE, Scope, Source, is_float32, require_usable
 
 T = TypeVar("T")
 
@@ -135,32 +136,79 @@ def refuse_children_from_outside(module: Any, policy: Policy, arguments: Any) ->
     """Refuses a policy given to a container whose children were built before it, which it can't
     reach.
     """
-    leaves = jax.tree.leaves(arguments, is_leaf=is_reference)
-    given = [leaf for leaf in leaves if isinstance(leaf, flax_nnx.Module)]
-    strangers = sorted(
-        {
-            type(child).__name__
-            for outside in given
-            for _, child in flax_nnx.iter_modules(outside)
-            if (hasattr(child, "param_dtype") or is_ours(type(child)))
-            and not _follows(child, policy)
-        }
-    )
-    if strangers:
+    children = (each for given in _modules(arguments) for _, each in flax_nnx.iter_modules(given))
+    have_dtypes = (each for each in children if hasattr(each, "param_dtype") or is_ours(type(each)))
+    if strangers := _names(each for each in have_dtypes if not _follows(each, policy)):
         raise ValueError(
-            f"{type(module).__name__}(dtype_policy='{policy}'): {', '.join(strangers)} had been "
-            "built before, under another policy or none, and their parameters keep their dtypes. "
-            f"Build them inside {type(module).__name__}, or in a use_policy block, or call "
+            f"{type(module).__name__}(dtype_policy='{policy}'): {strangers} had been built before, "
+            "under another policy or none, and their parameters keep their dtypes. Build them "
+            f"inside {type(module).__name__}, or in a use_policy block, or call "
             "mpmodules.nnx.apply_policy(model, policy) on the whole model."
         )
 
 
+def warn_of_strangers(module: Any, value: Any, scope: Scope) -> None:
+    """Warns of layers of ours in `value`, put in a built module, that do not obey its policy.
+
+    Where the value is the module itself, only layers without any policy are told.
+    """
+    policy = module.dtype_policy
+    if policy is None or is_float32(policy) or scope.traces_own_code:
+        return
+    nodes: list[Any] = [m for given in _modules(value) for _, m in flax_nnx.iter_modules(given)]
+    layers = (each for each in nodes if hasattr(each, "param_dtype") and is_ours(type(each)))
+    meant = (policy, scope.policy or policy)
+    others = (each for each in layers if not any(_follows(each, held) for held in meant))
+    if names := _names(each for each in others if value is not module or not each.dtype_policy):
+        warn_once(
+            f"{names} had been built under another policy than '{policy}' or none, and keeps "
+            f"to that in the {type(module).__name__} that it was put in. Build it inside "
+            "use_policy(model.dtype_policy) or with a dtype_policy, or call "
+            "mpmodules.nnx.apply_policy(model, policy)."
+        )
+
+
+def warn_of_parts(module: Any, arguments: Any) -> None:
+    """Warns of a module built under no policy around parts that carry one of a model or scope."""
+    parts = (each for each in _modules(arguments) if getattr(each, "dtype_policy", None))
+    inherits = (each for each in parts if not each._policy_source.own)
+    if names := _names(each for each in inherits if not is_float32(each.dtype_policy)):
+        warn_once(
+            f"{type(module).__name__} was built under no policy, but {names} in it carries one. "
+            "Build it in the same use_policy block, or in use_policy(None) if that is intended."
+        )
+
+
+def warn_of_builder(cls: type, policy: Policy, frame: types.FrameType | None) -> None:
+    """Warns where a module of Flax's, which obeys no policy, builds one of ours of class `cls`."""
+    while frame is not None and not is_float32(policy):
+        name, arguments = frame.f_code.co_name, frame.f_code.co_varnames
+        builder = frame.f_locals.get(arguments[0]) if name == "__init__" and arguments else None
+        if isinstance(builder, flax_nnx.Module):
+            if remedy := remedy_for(type(builder), "nnx"):
+                warn_once(f"{remedy} Layers of mpmodules in it, such as {cls.__name__}, do.")
+            return
+        frame = frame.f_back
+
+
+def _modules(tree: Any) -> list[Any]:
+    """Returns the modules in a tree, and none of those in them."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_reference)
+    return [leaf for leaf in leaves if isinstance(leaf, flax_nnx.Module)]
+
+
+def _names(modules: Iterable[Any]) -> str:
+    return ", ".join(sorted({type(module).__name__ for module in modules}))
+
+
 def _follows(child: Any, policy: Policy) -> bool:
     """Returns whether a built module obeys `policy`, its own dtype arguments aside, or carries one
-    of its own.
+    of its own, or was built inside ``use_policy(None)``.
     """
-    captured = getattr(child, "dtype_policy", None)
-    return captured is not None and (child._policy_source.own or _captured_from(child, policy))
+    source = getattr(child, "_policy_source", NO_SOURCE)
+    if getattr(child, "dtype_policy", None) is None:
+        return source.kind == "scope"
+    return source.own or _captured_from(child, policy)
 
 
 def _captured_from(module: Any, policy: Policy) -> bool:
@@ -177,12 +225,17 @@ def _captured_from(module: Any, policy: Policy) -> bool:
     return captured == policy
 
 
+def is_being_built(module: Any) -> bool:
+    """Returns whether the construction of a module is under way."""
+    return any(construction.module is module for construction in calls.constructions)
+
+
 def warn_of_scope(module: Any, scope: Scope) -> None:
     """Warns where a built module is called in a scope whose policy it did not capture."""
     if scope.policy is None or scope.boundary_open or _captured_from(module, scope.policy):
         return
-    if any(construction.module is module for construction in calls.constructions):
-        return  # its policy is captured when it is built
+    if is_being_built(module):
+        return  # its policy is captured then
     captured = "no policy" if module.dtype_policy is None else f"'{module.dtype_policy}'"
     warn_once(
         f"{type(module).__name__} was built under {captured}. The scope around this call, "

@@ -38,6 +38,7 @@ from policy.programs.jaxprs import is_unwritten, opened, repeated_programs
 from policy.programs.marks import ISLAND
 from policy.programs.primitives import known_primitives
 from policy.programs.rewriting.outlining import outlined
+from policy.programs.thread import during
 from policy.programs.tracing.trace import (
     Arguments,
     is_staged,
@@ -68,9 +69,9 @@ class _Options:
 
     def resolved(self) -> Settings | None:
         """Returns the settings in force, or None if there is no policy."""
+        scope = current_scope()
         if self.policy is not None:
             return dataclasses.replace(self.settings, policy=require_usable(self.policy))
-        scope = current_scope()
         if scope.policy is None:
             return None
         rules = scope.rules if self.settings.rules is None else self.settings.rules
@@ -163,10 +164,19 @@ def autocast(
             f"{', '.join(map(repr, sorted(twice)))} is in more than one of allow, deny and opaque: "
             "keep it in one of them."
         )
-    transform = functools.partial(
+    transform = _Decorator(
         _transformed, options=_Options(policy, params, settings), enabled=enabled
     )
     return transform if fn is None else transform(fn)
+
+
+class _Decorator(functools.partial):
+    """`autocast` without a function: it decorates, and is no block."""
+
+    def __enter__(self) -> None:
+        raise TypeError("autocast(fn, policy) opens no block. Write `with use_policy(policy):`.")
+
+    def __exit__(self, *_: Any) -> None: ...
 
 
 def _one_of(argument: str, value: Any, *known: str) -> str:
@@ -289,7 +299,7 @@ class _Autocast:
             return with_static(self.fn(*args, **kwargs))
 
         def rewritten(*arrays: Any) -> Any:
-            with refusing_sites(_name_of(self.fn)):
+            with refusing_sites(_name_of(self.fn)), during(autocast=self.options.policy):
                 try:
                     jaxpr, shape = _traced_in_float32(flat, arrays)
                 except ValueError as error:  # functions of `lax` take no quantized array

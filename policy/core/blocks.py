@@ -34,23 +34,37 @@ class Block:
 
     As a decorator, it holds during each step of a coroutine, generator or async generator, and not
     while that is suspended. As a ``with`` block, it is refused in an async function. A block that
-    is left before one inside it, by a suspended generator, ends with that.
+    is left before one inside it, by a suspended generator, ends with that. One that is dropped
+    without having been entered emits a warning.
     """
 
     _name: ClassVar[str]
+    _is_used = True  # False once it is made, until it is entered or decorates
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            warnings.warn(
+                f"{self._name}(...) was called without a `with` block, so it had no effect. Write "
+                f"`with {self._name}(...):` around the calls, or decorate a function with it.",
+                stacklevel=2,
+            )
+
+    def _left(self) -> None:
+        """Is called at the end of a block, or of a decorated call, that raised nothing."""
 
     def _opened(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context that puts the scope in force."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
+        self._is_used = True
         opened = self._opened()
         self._refuse_suspension(sys._getframe(1))
         entered = opened.__enter__()
         thread.blocks.append(_Entered(self, opened))
         return entered
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
         blocks = thread.blocks
         left = next((each for each in reversed(blocks) if each.block is self), None)
         if left is None:
@@ -61,9 +75,12 @@ class Block:
         left.block = None
         while blocks and blocks[-1].block is None:
             blocks.pop().opened.__exit__(None, None, None)
+        if error is None:
+            self._left()
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `func` so that each call, or each step of it, runs in a block of its own."""
+        self._is_used = True
         if isinstance(func, (classmethod, staticmethod)):
             method: Any = type(func)(self(func.__func__))
             return method
@@ -94,7 +111,10 @@ class Block:
                 return _async_generator(self, lambda: result)()
             if inspect.iscoroutine(result):
                 return _coroutine(self, result)
-            return _steps(self, result) if inspect.isgenerator(result) else result
+            if inspect.isgenerator(result):
+                return _steps(self, result)
+            self._left()
+            return result
 
         return function
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import types
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -37,6 +39,12 @@ def warn_once(message: str) -> None:
     if message not in _warned:
         warnings.warn(message, DtypePolicyWarning, stacklevel=2)
         _warned.add(message)
+
+
+def instruction_after(frame: types.FrameType) -> str:
+    """Returns the instruction that takes the result of a frame's call, POP_TOP if it is dropped."""
+    code = dis.get_instructions(frame.f_code)
+    return next((each.opname for each in code if each.offset > frame.f_lasti), "")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -110,6 +110,18 @@ def with_explicit_dtypes(
     return Effective(policy, base, source, kept)
 
 
+def warn_of_autocast(module: Any, policy: Policy | None) -> None:
+    """Warns of a module that obeys another half-precision policy than the autocast around it."""
+    given = thread.autocast
+    if given is None or policy is None or policy.compute_dtype == given.compute_dtype:
+        return
+    if max(policy.compute_dtype.itemsize, given.compute_dtype.itemsize) < 4:
+        warn_once(
+            f"{type(module).__name__} obeys '{policy}', its own policy or that in force, which "
+            f"wins over the autocast around it, '{given}'. Leave out one of the two."
+        )
+
+
 # --------------------------------------------------------------------------------------------------
 # Compute dtypes and precisions requested by rules, policies and arguments
 # --------------------------------------------------------------------------------------------------

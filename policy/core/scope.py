@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import warnings
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -21,7 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 from policy.core.arrays import cast_floating, is_inexact, require_available
 from policy.core.blocks import Block, is_suspended
 from policy.core.dtypes import HIGHEST, backend, backend_of
-from policy.core.messages import require_function
+from policy.core.messages import instruction_after, require_function, warn_once
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, RulesLike, as_rules
 from policy.programs.frameworks import is_reference
@@ -134,9 +135,18 @@ class Scope:
 _context = jax.make_user_context(Scope())
 
 
+# The policies that code has read, and those of blocks that none has read yet, by identity. They
+# are no part of the scope: a jitted function that is cached reads nothing.
+_read: set[Policy] = set()
+_unread: dict[int, Policy] = {}
+
+
 def current_scope() -> Scope:
     """Returns the scope in force in this thread."""
-    return _context.value
+    scope = _context.value
+    if _unread and id(scope.policy) in _unread:
+        _read.add(_unread.pop(id(scope.policy), scope.policy))
+    return scope
 
 
 def current_policy() -> Policy | None:
@@ -151,7 +161,7 @@ def current_policy() -> Policy | None:
     ...     policy.current_policy().compute_dtype
     dtype(bfloat16)
     """
-    return _context.value.policy
+    return current_scope().policy
 
 
 def enter(scope: Scope, source: Source | None = None) -> contextlib.AbstractContextManager[Any]:
@@ -235,8 +245,8 @@ class use_policy(Block):
     they were built. An inner block without rules keeps the outer ones; ``use_policy(None)`` puts no
     policy in force. The scope belongs to this thread: a new thread sees the global policy. It is
     part of JAX's jit cache key, so a jitted function is retraced under another policy and its first
-    program is reused afterwards. A `use_policy` object that is dropped without having been entered
-    emits a warning, since it has no effect.
+    program is reused afterwards. A warning is given for a `use_policy` object that is dropped
+    without having been entered, and at the end of a block whose policy nothing has read.
 
     As a decorator of an async function or a generator it holds for each step, and not while the
     function is suspended. A block in an async function is refused, because other tasks of the
@@ -275,35 +285,39 @@ class use_policy(Block):
         self._axes = require_attention_axes(attention_axes)
         self._is_used = False
 
-    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `func` so that each call, or each step of it, runs in a block of its own."""
-        self._is_used = True
-        return super().__call__(func)
-
     def __reduce__(self) -> tuple[Any, ...]:
         self._is_used = True
         make = functools.partial(use_policy, attention_axes=self._axes)
         return make, (self._policy, self._rules)
 
-    def __del__(self) -> None:
-        if not getattr(self, "_is_used", True):
-            warnings.warn(
-                f"use_policy({str(self._policy)!r}) was called without a `with` block, so it had "
-                "no effect. Write `with use_policy(...):` around the calls, or set_policy(...) for "
-                "the whole process.",
-                stacklevel=2,
-            )
-
     def _opened(self) -> contextlib.AbstractContextManager[Policy | None]:
-        self._is_used = True
         return _in_force(self._policy, self._rules, self._axes)
+
+    def _left(self) -> None:
+        policy = self._policy
+        if policy == _context.value.policy or _unread.pop(id(policy), None) is None:
+            return
+        if policy not in _read:
+            warn_once(
+                f"Nothing obeyed use_policy('{policy}'): no layer of mpmodules was called or built "
+                "in its block, and no code read the policy. Flax's own layers and JAX's operations "
+                "obey none: import linen or nnx from mpmodules, or call its apply_policy on the "
+                "model, or policy.autocast on the function. The block belongs around the calls of "
+                "a linen model or the construction of an nnx model, not around jax.jit alone."
+            )
 
 
 @contextlib.contextmanager
 def _in_force(
     policy: Policy | None, rules: PolicyRules | None, attention_axes: PartitionSpec | None
 ) -> Iterator[Policy | None]:
-    outer = current_scope()
+    outer = _context.value
+    if policy == outer.policy:
+        policy = outer.policy  # by whose identity a read of it is known
+    else:
+        current_scope()  # is read: the block inside keeps the rest of it
+        if policy and policy not in _read and (outer.policy or not is_float32(policy)):
+            _unread[id(policy)] = policy
     scope = dataclasses.replace(
         outer,
         policy=policy,
@@ -338,9 +352,21 @@ def set_policy(
     Raises:
       ValueError, TypeError: the policy, the rules or `attention_axes` are malformed, or ask for
         float64 while x64 is disabled.
+      TypeError: it is called in a ``with`` statement.
     """
+    text = repr(str(policy))
+    if instruction_after(sys._getframe(1)) == "BEFORE_WITH":
+        raise TypeError(f"set_policy({text}) opens no block. Write `with use_policy({text}):`.")
     policy, rules = _checked(policy, rules)
     axes = require_attention_axes(attention_axes)
+    with jex_core.take_current_trace() as trace:
+        if type(trace).__name__ == "DynamicJaxprTrace":
+            warn_once(
+                f"set_policy({text}) in a traced function is no part of its program, whose later "
+                "calls set nothing. Call it outside, or write a use_policy block in the function."
+            )
+    if policy is not None:
+        _read.add(policy)
     # The method is public since jax 0.10.1; before that it belongs to the wrapped object.
     holder: Any = _context
     holder = holder if hasattr(holder, "set_global") else holder._obj
@@ -461,6 +487,12 @@ def precision_within(policy: Policy | None, around: Policy | None) -> str | None
     return HIGHEST if is_island else None
 
 
+def is_float32(policy: Policy) -> bool:
+    """Returns whether a policy stores, computes and returns float32: layers do so without one."""
+    dtypes = {policy.param_dtype, policy.compute_dtype, policy.output_dtype}
+    return dtypes == {jnp.dtype(jnp.float32)} and policy.param_format is None
+
+
 def computes_in_half(policy: Policy | None, rules: PolicyRules | None = None) -> bool:
     """Returns whether a policy, or that of a rule beside it, computes in half precision."""
     if policy is None:
@@ -548,6 +580,9 @@ class _Island(Block):
     """An island as a block."""
 
     _name = "full_precision"
+
+    def __init__(self) -> None:
+        self._is_used = False
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[None]:

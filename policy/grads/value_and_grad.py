@@ -21,7 +21,7 @@ from policy.core.arrays import (
     path_name,
     working_dtype,
 )
-from policy.core.messages import FROZEN, dtype_and_shape, shortened, shown, ways_out_of
+from policy.core.messages import FROZEN, dtype_and_shape, shortened, shown, warn_once, ways_out_of
 from policy.core.policy import Policy, get_policy
 from policy.core.scope import current_policy, use_policy
 from policy.grads.float32_sums import with_float32_sums
@@ -50,14 +50,15 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Differentiates `loss_fn` as `jax.value_and_grad` does, under a policy and a loss scale.
 
-    The loss is cast to float32 before it is scaled, and returned unscaled. Gradients accumulate
-    over the uses of a parameter in float32, even if the parameter is stored in half precision;
-    `policy.grads.float32_sums` says how. Leaves under a mapping key
-    `_overwrite_with_gradient`, and aux, are left alone.
+    The loss is cast to float32 before it is scaled, and returned unscaled; one that `loss_fn`
+    computed in 16 bits is told by a `DtypePolicyWarning`. Gradients accumulate over the uses of a
+    parameter in float32, even if the parameter is stored in half precision;
+    `policy.grads.float32_sums` says how. Leaves under a mapping key `_overwrite_with_gradient`, and
+    aux, are left alone.
 
     >>> import jax.numpy as jnp
     >>> import policy
-    >>> loss_fn = lambda params: jnp.sum(jnp.square(params["w"]))
+    >>> loss_fn = lambda params: jnp.sum(jnp.square(params["w"].astype(jnp.float32)))
     >>> params = {"w": jnp.array([1.0, 2.0], jnp.bfloat16)}
     >>> loss, grads = policy.value_and_grad(loss_fn, loss_scale=1024.0)(params)
     >>> float(loss), grads["w"]
@@ -127,7 +128,8 @@ def grad(
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import policy
-    >>> policy.grad(lambda w: jnp.sum(w * w))(jnp.array([1.0, 3.0], jnp.bfloat16))
+    >>> loss_fn = lambda w: jnp.sum(jnp.square(w.astype(jnp.float32)))
+    >>> policy.grad(loss_fn)(jnp.array([1.0, 3.0], jnp.bfloat16))
     Array([2., 6.], dtype=float32)
 
     Returns:
@@ -176,7 +178,7 @@ class Finish:
 
     def __call__(self, gradients: Any) -> Any:
         if self.grads == "compute":
-            policy = self.policy or current_policy()
+            policy = current_policy()
             compute_dtype = jnp.dtype(jnp.float32) if policy is None else policy.compute_dtype
 
             def narrow(gradient: jax.Array) -> jax.Array:
@@ -214,6 +216,13 @@ def scaled_loss(loss_fn: Callable[..., Any], scale: ArrayLike, has_aux: bool) ->
                 "the mean or the sum, and use has_aux=True to return more."
             )
         loss = jnp.asarray(loss)
+        if loss.dtype.itemsize == 2:
+            digits = 3 if loss.dtype == jnp.bfloat16 else 4
+            warn_once(
+                f"loss_fn returned a {loss.dtype.name} loss, of {digits} digits: cast the logits "
+                "to float32, logits.astype(jnp.float32), or use policy.losses. A module that "
+                "returns a loss needs a policy with output=float32."
+            )
         loss = loss.astype(working_dtype(loss.dtype))  # before the scale: float16 ends at 65504
         return scale_tree(loss, scale), (loss, aux)
 

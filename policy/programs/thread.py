@@ -22,6 +22,7 @@ class _Thread(threading.local):
       wide: results of the trace under way that were float32 before, or None
         (`policy.programs.marks`).
       asked: the dtypes that a report collects, or None (`policy.core.precedence`).
+      autocast: the policy that the autocast whose function is traced was given, or None.
       backend: the platform and kind of the devices to trace for, or None for the default ones
         (`policy.core.dtypes`).
       shared_operands: operands in 8 bits by their identities, or None
@@ -33,6 +34,7 @@ class _Thread(threading.local):
     keeps_lines = False
     wide: list[Any] | None = None
     asked: Any = None
+    autocast: Any = None
     backend: tuple[str, str] | None = None
     shared_operands: dict[Any, Any] | None = None
 

@@ -64,5 +64,5 @@ MISTAKES = {
         "'head' … {'head': 'f32'}": lambda: under(("head", "f32")),
         "Rule 'head' … None … a Policy": lambda: under({"head": None}),
     },
-    UserWarning: {"use_policy( … `with use_policy … set_policy": forgets_with},
+    UserWarning: {"use_policy( … `with use_policy … decorate": forgets_with},
 }

@@ -378,7 +378,7 @@ def test_scanned_and_rematerialised_layers():
             split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
             return linen.scan(linen.remat(Block), length=3, **split)()(jnp.float32(0), None)[0]
 
-    with use_policy("p=f32,c=bf16"):
+    with use_policy("p=f32,c=bf16,o=f32"):
         model = Net()
         params = model.init(jax.random.key(0), X)
         step = policy.grad(lambda params: model.apply(params, X), grads="accumulator")

@@ -20,6 +20,7 @@ from policy import (
     DtypePolicyWarning,
     PolicyRules,
     audit,
+    autocast,
     compare,
     current_policy,
     set_policy,
@@ -292,34 +293,44 @@ TEXT = (
 )
 
 
-class Small(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(3)(x)
+def small() -> Any:
+    """A class of its own, of which no model was initialised yet."""
+
+    class Small(nn.Module):
+        is_training: bool = True
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(x)
+
+    return Small
 
 
-def initialised(policy=MIXED):
-    model = Small()
+def initialised(policy: Any = MIXED, cls: Any = None) -> Any:
+    cls = cls or small()
     with use_policy(policy):
-        return model, model.init(KEY, ROWS)
+        return cls, cls().init(KEY, ROWS)
 
 
-def test_apply_without_the_policy_of_init_warns_once_for_a_class():
-    model, variables = initialised()
-    other, _ = initialised()
+def test_apply_without_the_policy_of_init_warns_once_for_a_class_whatever_the_instance():
+    net, variables = initialised()
     with pytest.warns(DtypePolicyWarning, match=TEXT) as told:
-        model.apply(variables, ROWS)
-        model.apply(variables, ROWS)
-        jax.jit(model.apply)(variables, ROWS)
-        other.apply(variables, ROWS)
+        net(is_training=False).apply(variables, ROWS)
+        net().apply(variables, ROWS)
+        jax.jit(net().apply)(variables, ROWS)
+        net().bind(variables)(ROWS)
     assert len(told) == 1
+    jitted, bound = jax.jit(net().apply), net().bind(variables)
+    for call in (lambda: jitted(variables, ROWS), lambda: bound(ROWS)):
+        with pytest.warns(DtypePolicyWarning, match=TEXT):
+            call()
 
 
 def test_apply_without_the_policy_of_init_computes_as_flax_does():
-    model, variables = initialised("p=bf16,c=f32,o=f32")
+    net, variables = initialised("p=bf16,c=f32,o=f32")
     x = ROWS.astype(jnp.bfloat16)
     with pytest.warns(DtypePolicyWarning, match="^Small was initialised"):
-        y: Any = model.apply(variables, x)
+        y: Any = net().apply(variables, x)
     expected: Any = flax_nn.Dense(3).apply({"params": variables["params"]["Dense_0"]}, x)
     assert y.dtype == expected.dtype == jnp.bfloat16
     assert jnp.array_equal(y, expected)
@@ -327,46 +338,53 @@ def test_apply_without_the_policy_of_init_computes_as_flax_does():
 
 def test_a_traced_init_and_the_global_policy_count():
     for make in (jax.jit, lambda init: lambda *args: jax.eval_shape(init, *args)):
-        model = Small()
+        net = small()
         set_policy("mixed_bfloat16")
-        make(model.init)(KEY, ROWS)
-        variables = Small().init(KEY, ROWS)
-        model.apply(variables, ROWS)
+        make(net().init)(KEY, ROWS)
+        variables = {"params": {"Dense_0": nn.Dense(3).init(KEY, ROWS)["params"]}}
+        net().apply(variables, ROWS)
         set_policy(None)
         text = r"If no policy is intended, call it inside use_policy\(None\)\."
         with pytest.warns(DtypePolicyWarning, match=text):
-            model.apply(variables, ROWS)
+            net().apply(variables, ROWS)
 
 
 def test_a_block_around_the_call_is_an_answer_whatever_it_says():
-    model, variables = initialised()
+    net, variables = initialised()
     for policy in (None, "float32", "mixed_bfloat16", "float16"):
         with use_policy(policy):
-            model.apply(variables, ROWS)
-            jax.jit(lambda v, x: model.apply(v, x))(variables, ROWS)
+            net().apply(variables, ROWS)
+            jax.jit(lambda v, x: net().apply(v, x))(variables, ROWS)
+    autocast(net().apply, MIXED)(variables, ROWS)  # which is one, too
 
 
 def test_other_models_summaries_and_reports_are_silent():
-    _, variables = initialised()
-    Small().apply(variables, ROWS)  # another instance
-    model, _ = initialised()
-    model.init(KEY, ROWS)  # made again, without
-    model.apply(variables, ROWS)
-    model, _ = initialised("float32")  # which computes as no policy does
-    model.apply(variables, ROWS)
-    for model in (Small(dtype_policy=MIXED), nn.apply_policy(Small(), MIXED)):
+    net, variables = initialised()
+    other = small()
+    other().apply(variables, ROWS)  # another class
+    wide = {"params": {"Dense_0": nn.Dense(3).init(KEY, jnp.ones((2, 9)))["params"]}}
+    net().apply(wide, jnp.ones((2, 9)))  # another model of the class
+    net().init(KEY, ROWS)  # made again, without: it is meant for both
+    net().apply(variables, ROWS)
+    initialised(cls=net)
+    net().apply(variables, ROWS)
+    net, variables = initialised("float32")  # which computes as no policy does
+    net().apply(variables, ROWS)
+    for model in (net(dtype_policy=MIXED), nn.apply_policy(net(), MIXED)):
         with use_policy("float16"):
             own = model.init(KEY, ROWS)
         assert jax.eval_shape(model.apply, own, ROWS).dtype == jnp.float32
-    model, variables = initialised()
+    net, variables = initialised()
     with use_policy(MIXED):
-        Small().tabulate(KEY, ROWS)
-        audit(model.apply, variables, ROWS)
-    compare(model.apply, variables, ROWS, policy=MIXED)
+        net().tabulate(KEY, ROWS)
+        audit(net().apply, variables, ROWS)
+    compare(net().apply, variables, ROWS, policy=MIXED)
 
 
 def test_nothing_is_kept_of_a_model_that_is_gone():
-    model, _ = initialised()
+    model = small()()
+    with use_policy(MIXED):
+        model.init(KEY, ROWS)
     gone = weakref.ref(model)
     del model
     gc.collect()

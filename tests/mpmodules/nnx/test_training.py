@@ -143,7 +143,10 @@ def test_both_decorate_as_flaxs_do(model, loss_scale):
 def test_the_gradient_of_a_shared_parameter_stays_shared(graph_updates, loss_scale, param_dtype):
     shared, other = (flax_nnx.Param(jnp.ones((), param_dtype)) for _ in range(2))
     model = flax_nnx.Dict(a=shared, b=flax_nnx.List([shared, other]))
-    loss = lambda m: m["a"][...] * m["b"][0][...] + m["b"][1][...]  # noqa: E731
+
+    def loss(m):
+        return (m["a"][...] * m["b"][0][...] + m["b"][1][...]).astype(jnp.float32)
+
     gradients = grad(loss, loss_scale=loss_scale, graph_updates=graph_updates)(model)
     state = gradients if graph_updates else flax_nnx.state(gradients)
     assert [leaf.item() for leaf in jax.tree.leaves(state)] == [2.0, 1.0]

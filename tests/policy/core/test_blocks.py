@@ -46,7 +46,7 @@ def test_a_block_in_a_block_of_an_async_function_is_refused_by_the_function_s_na
     @contextlib.contextmanager
     def block():
         with BLOCKS[name]():
-            yield
+            yield is_in_force(name)
 
     async def through_a_context_manager():
         with block():
@@ -224,6 +224,7 @@ def test_blocks_that_are_left_in_another_order_end_with_the_innermost():
     with use_policy("f32"):
         outer.__enter__()
         inner.__enter__()
+        assert current_policy() == get_policy("f16")
         outer.__exit__(None, None, None)
         assert current_policy() == get_policy("f16")
         inner.__exit__(None, None, None)

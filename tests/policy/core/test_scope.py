@@ -63,6 +63,7 @@ def test_a_new_thread_sees_the_global_policy_and_not_the_scope_of_another():
         thread = threading.Thread(target=lambda: seen.append(current_policy()))
         thread.start()
         thread.join()
+        assert current_policy() == A
     assert seen == [B]
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from policy import (
+    DtypePolicyWarning,
     DynamicLossScale,
     ScaledGradients,
     StaticLossScale,
@@ -66,7 +67,9 @@ def test_the_policy_is_in_force_inside_the_loss_only():
 
 def test_the_loss_is_cast_to_float32_before_it_is_scaled():
     half = lambda w: w.astype(jnp.float16).sum()  # noqa: E731
-    value, gradient = value_and_grad(half, loss_scale=2.0**15)(jnp.full(4, 10.0))
+    told = r"float16 loss, of 4 digits: cast the logits to float32.*policy\.losses"
+    with pytest.warns(DtypePolicyWarning, match=told):
+        value, gradient = value_and_grad(half, loss_scale=2.0**15)(jnp.full(4, 10.0))
     assert value.dtype == jnp.float32
     assert value == 40.0  # 40 * 2^15 is beyond float16
     np.testing.assert_array_equal(gradient, np.ones(4))
@@ -96,7 +99,7 @@ def test_aux_is_left_alone_whatever_it_holds():
 
 def test_argnums_and_keywords_work_as_in_jax():
     def loss(a, b, *, c):
-        return (a * b["x"]).sum() * c
+        return ((a * b["x"]).sum() * c).astype(jnp.float32)
 
     for dtype in (jnp.float32, jnp.bfloat16):
         a, b, c = jnp.array([1, 2], dtype), {"x": jnp.array([3, 4], dtype)}, dtype(2)
@@ -110,11 +113,12 @@ def test_argnums_and_keywords_work_as_in_jax():
 def test_the_overwritten_collection_is_not_scaled_cast_or_rounded():
     @jax.custom_vjp
     def with_state(w, s):
-        return w.sum()
+        return w.astype(jnp.float32).sum()
 
     # fp8's rule: the "gradient" of the state is its new value, whatever the cotangent
     with_state.defvjp(
-        lambda w, s: (w.sum(), (w, s)), lambda r, ct: (jnp.broadcast_to(ct, r[0].shape), r[1] + 0.3)
+        lambda w, s: (with_state(w, s), (w, s)),
+        lambda r, ct: (jnp.broadcast_to(ct, r[0].shape).astype(r[0].dtype), r[1] + 0.3),
     )
     key = "_overwrite_with_gradient"
     loss = lambda p: with_state(p["params"]["w"], p[key]["s"])  # noqa: E731

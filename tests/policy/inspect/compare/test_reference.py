@@ -14,7 +14,7 @@ from jax import lax
 from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import get_policy
-from policy.core.scope import use_policy
+from policy.core.scope import current_policy, use_policy
 from policy.inspect.compare.compare import compare
 from policy.inspect.suggest.suggest import suggest
 from policy.inspect.traced.call import Call, program_of
@@ -299,6 +299,7 @@ def test_a_function_in_float32_sees_no_half_dtype_and_later_traces_do() -> None:
     def fn(x: Any) -> Any:
         assert x.astype(F16).dtype == jnp.zeros(3, BF16).dtype == F32
         with use_policy("mixed_bfloat16"):
+            assert current_policy() is not None
             return half(x.astype(F16))
 
     half = jax.jit(lambda x: x * 0.1)
