@@ -26,7 +26,15 @@ from flax.errors import TraceContextError, TransformedMethodReturnValueError
 from jax.typing import DTypeLike
 
 import policy as policy_package
-from mpmodules.calls.boundary import MethodCall, cast_outputs, is_pair, is_reference, map_carry
+from mpmodules.calls.boundary import (
+    MethodCall,
+    cast_outputs,
+    is_pair,
+    is_reference,
+    linen_calls,
+    map_carry,
+    nnx_calls,
+)
 from mpmodules.functions.functional import mixing_allowed
 from policy.autocasting import own_code
 from policy.core.arrays import cast_array, is_floating
@@ -34,6 +42,7 @@ from policy.core.messages import warn_once
 from policy.core.policy import Policy
 from policy.core.scope import Scope, Source, computes_in_half, current_scope, enter, multiplying
 from policy.programs import marks
+from policy.programs.thread import during
 
 CANNOT_BE_TRACED = (
     *own_code.CANNOT_BE_TRACED,
@@ -57,8 +66,10 @@ def run(
     """
     if getattr(owner, "keep_inputs", ()):
         policy = policy.replace(cast_inputs=False)
+    is_summary = any(calls.recorded is not None for calls in (linen_calls, nnx_calls))
     try:
-        return own_code.run(call, trees, policy, key=key)
+        with during(is_summary=is_summary):
+            return own_code.run(call, trees, policy, key=key)
     except Exception as error:
         raise error.with_traceback(_of_others(error.__traceback__)) from error.__cause__
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ from policy.autocasting.settings import Place
 from policy.autocasting.values import CastValue, Values, as_traced, bound, bound_as_traced, cast
 from policy.core.dtypes import ScaledMatmul, canonical_precision
 from policy.eight_bits import scaled_convolution, scaled_matmul, scaled_ragged
-from policy.programs.jaxprs import Equation
+from policy.functions.reductions import accumulating
+from policy.programs.dtypes import F32
+from policy.programs.jaxprs import Equation, bind
 from policy.quantized import products
 from policy.quantized.array import QuantizedArray
 
@@ -26,8 +29,10 @@ def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Val
     params, dtype = dict(equation.params), place.compute
     precision = params.get("precision")
     is_algorithm = precision is not None and not isinstance(precision, (tuple, list, lax.Precision))
-    if is_algorithm:  # the algorithm names the dtypes of its operands
+    if is_algorithm and dtype not in (getattr(precision, "supported_lhs_types", None) or ()):
         return "author's algorithm", bound_as_traced(equation, values)
+    if place.matmul is None and _is_unrounded(equation, place):
+        return str(dtype), [_unrounded(equation, values, dtype)]
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
     if precision is None and place.precision is not None:
@@ -43,6 +48,38 @@ def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Val
         product = _scaled(equation, arrays, by, weights[0], dtype)
         return str(by.operands), [CastValue(cast(product, dtype))]
     return str(dtype), bound(equation, arrays, params)
+
+
+def _is_unrounded(equation: Equation, place: Place) -> bool:
+    """Returns whether a line asks for the float32 result of half-precision operands, by a precision
+    of its own or by ``preferred_element_type``.
+    """
+    if place.compute == F32 or "transpose(" in str(equation.source_info.name_stack):
+        return False
+    precision = equation.params.get("precision")
+    return place.is_unrounded or (precision is not None and precision != _named(place.around))
+
+
+@functools.cache
+def _named(precision: str | None) -> Any:
+    """Returns `jax_default_matmul_precision` as equations hold it."""
+    if precision is None:
+        return None
+    try:
+        return (lax.Precision(precision),) * 2
+    except ValueError:
+        return lax.DotAlgorithmPreset[precision]
+
+
+def _unrounded(equation: Equation, values: Values, dtype: np.dtype) -> CastValue:
+    """Returns a float32 product of operands in `dtype`, in which backward multiplies too."""
+    lhs, rhs, *others = (v.as_dtype(dtype) if v.is_float else v.array for v in values)
+
+    def multiply(lhs: Any, rhs: Any, preferred_element_type: Any = dtype) -> Any:
+        params = {**equation.params, "preferred_element_type": np.dtype(preferred_element_type)}
+        return bind(equation, [lhs, rhs, *others], params)[0]
+
+    return CastValue(accumulating(multiply, F32)(lhs, rhs))
 
 
 def stored_codes(value: CastValue) -> QuantizedArray | None:

@@ -5,6 +5,7 @@ policies themselves.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import types
 from collections.abc import Callable, Hashable, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 
 from policy.autocasting.calls import HANDLERS, Recent
 from policy.autocasting.evaluator import Evaluator
+from policy.autocasting.requests import retracing, with_requests
 from policy.autocasting.settings import Places, Settings
 from policy.autocasting.values import CastValue, cast
 from policy.core.policy import Policy
@@ -68,19 +70,26 @@ class OwnCode:
         kinds = [kind for kind, tree in enumerate(trees) for _ in _arrays(tree)]
         is_wide = [_is_float(x) and x.dtype.itemsize >= F32.itemsize for x in _arrays(trees[2])]
 
-        def in_float32(arrays: Sequence[Any]) -> list[Any]:
+        def in_dtype(arrays: Sequence[Any], dtype: np.dtype = F32) -> list[Any]:
             pairs = zip(arrays, kinds, strict=True)
-            return [cast(x, F32) if kind != 1 and _is_float(x) else x for x, kind in pairs]
+            return [cast(x, dtype) if kind != 1 and _is_float(x) else x for x, kind in pairs]
 
         scope = dataclasses.replace(current_scope(), traces_own_code=True)
+        half = policy.compute_dtype
 
-        def inside(*trees: Any) -> Any:
+        def inside(scope: Scope, *trees: Any) -> Any:
             wide = list(itertools.compress(_arrays(trees[2]), is_wide))
             with enter(scope), marks.noting_wide_results(wide):
                 return call(*trees)
 
-        traced = PureCall.of(inside, *trees, traced_as=in_float32)
-        return cls(dataclasses.replace(traced, jaxpr=outlined(traced.jaxpr)), policy, kinds, scope)
+        def again() -> Any:
+            second = functools.partial(inside, retracing(scope, half))
+            in_half = functools.partial(in_dtype, dtype=half)
+            return PureCall.of(second, *trees, traced_as=in_half).jaxpr
+
+        traced = PureCall.of(functools.partial(inside, scope), *trees, traced_as=in_dtype)
+        jaxpr = outlined(with_requests(traced.jaxpr, again, half))
+        return cls(dataclasses.replace(traced, jaxpr=jaxpr), policy, kinds, scope)
 
     def evaluated(self, *arrays: Any) -> list[Any]:
         """Returns the results of the program on operands as they are stored.
@@ -89,7 +98,8 @@ class OwnCode:
         computed in; state has the dtypes of the trace.
         """
         body, consts = opened(self.call.jaxpr)
-        settings = Settings(self.policy, narrows_scans=True)
+        around = jax.config.jax_default_matmul_precision
+        settings = Settings(self.policy, narrows_scans=True, around=around)
         places = Places(settings, repeated_programs(body))
         given = dict(zip(body.invars, arrays, strict=True))
         result = self.call.result

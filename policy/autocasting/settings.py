@@ -37,6 +37,7 @@ class Settings:
       normalises: the paths of modules treated as normalisations, as rules whose policies are
         ignored; or None.
       narrows_scans: whether scanned layers with stacked parameters return half precision.
+      around: the precision in force around the call, which is no word about a line.
     """
 
     policy: Policy
@@ -48,6 +49,7 @@ class Settings:
     strict: bool = False
     normalises: PolicyRules | None = None
     narrows_scans: bool = False
+    around: str | None = None
 
     def category(self, name: str) -> str:
         """Returns the category of a primitive.
@@ -84,6 +86,8 @@ class Place:
       is_layer: whether it is inside a layer that obeys a policy itself: its dtypes stay as they
         were traced.
       precision: the precision of matmuls there that were given none, or None for JAX's default.
+      around: that in force around the call.
+      is_unrounded: whether a line asks for a float32 result.
     """
 
     compute: np.dtype
@@ -92,6 +96,8 @@ class Place:
     is_ruled: bool = False
     is_layer: bool = False
     precision: str | None = None
+    around: str | None = None
+    is_unrounded: bool = False
 
     def within(self, region: Literal["applies", "measures"]) -> Place:
         """Returns this place as part of a normalisation, unless a rule or argument forbids it."""
@@ -119,6 +125,8 @@ class Places(dict[Path, Place]):
 
     def _find(self, path: Path) -> Place:
         settings = self.settings
+        if path and path[-1] == marks.UNROUNDED:
+            return dataclasses.replace(self[path[:-1]], is_unrounded=True)
         marked = marks.innermost(path)
         if isinstance(marked, str):
             return Place(F32, is_layer=True)
@@ -138,7 +146,8 @@ class Places(dict[Path, Place]):
         name, model = _names(without_marks(path))[-1]
         note_obeyed(model, name, obeyed)
         region = "applies" if named else None
-        return Place(compute, matmul, region, policy is not None, precision=precision)
+        around = settings.around
+        return Place(compute, matmul, region, policy is not None, False, precision, around)
 
     def output_of(self, path: Path) -> np.dtype | None:
         """Returns the half-precision output dtype that a rule gives to this very path, or None."""

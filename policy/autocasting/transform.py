@@ -25,13 +25,14 @@ from policy.autocasting.parameters import (
     warn_of_optimizer,
 )
 from policy.autocasting.report import Report
+from policy.autocasting.requests import retracing, with_requests
 from policy.autocasting.settings import Places, Settings
 from policy.autocasting.sites import refusing_sites
 from policy.autocasting.values import CastValue, cast
 from policy.core.messages import require_function, warn_once
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, pattern_text
-from policy.core.scope import RulesLike, current_scope, require_usable
+from policy.core.scope import RulesLike, current_scope, enter, require_usable
 from policy.programs.dtypes import F32, is_floating_dtype
 from policy.programs.frameworks import make_jaxpr
 from policy.programs.jaxprs import is_unwritten, opened, repeated_programs
@@ -233,7 +234,7 @@ class _Autocast:
     def wrapper(self) -> Callable[..., Any]:
         @functools.wraps(self.fn, updated=())
         def transformed(*args: Any, **kwargs: Any) -> Any:
-            settings = self.options.resolved()
+            settings = self._settings()
             if settings is None:
                 warn_once(
                     f"autocast({_name_of(self.fn)}) has no policy of its own, and none is in force "
@@ -252,12 +253,16 @@ class _Autocast:
 
     def explain(self, *args: Any, **kwargs: Any) -> Report:
         """Reports the casts of a call without running it; the arguments may be shapes."""
-        settings, report = self.options.resolved(), Report()
+        settings, report = self._settings(), Report()
         if settings is not None:
             target, arguments, _ = self.lowered(args, kwargs)
             jax.eval_shape(target._rewritten(arguments, settings, report), *arguments.arrays)
             report.complete()
         return report
+
+    def _settings(self) -> Settings | None:
+        settings, around = self.options.resolved(), jax.config.jax_default_matmul_precision
+        return None if settings is None else dataclasses.replace(settings, around=around)
 
     def lowered(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -300,13 +305,15 @@ class _Autocast:
 
         def rewritten(*arrays: Any) -> Any:
             with refusing_sites(_name_of(self.fn)), during(autocast=self.options.policy):
+                compute, run = settings.policy.compute_dtype, flat
                 try:
-                    jaxpr, shape = _traced_in_float32(flat, arrays)
+                    jaxpr, shape = _traced_in_float32(run, arrays)
                 except ValueError as error:  # functions of `lax` take no quantized array
                     if "__jax_array__" not in str(error):
                         raise
-                    of_arrays = functools.partial(flat, upcasts=True)
-                    jaxpr, shape = _traced_in_float32(of_arrays, arrays)
+                    run = functools.partial(flat, upcasts=True)
+                    jaxpr, shape = _traced_in_float32(run, arrays)
+                jaxpr = with_requests(jaxpr, lambda: _traced_in(compute, run, arrays), compute)
             args, kwargs = arguments.filled(arrays)
             marks = parameters(self.fn, self.options.params, args, kwargs)
             states = other_state(args, kwargs, self.options.states)
@@ -350,6 +357,17 @@ def _traced_in_float32(flat: Callable[..., Any], arrays: Sequence[Any]) -> tuple
         with contextlib.suppress(TypeError, ValueError, NotImplementedError):
             shape = jax.eval_shape(flat, *arrays)
     return jaxpr, shape
+
+
+def _traced_in(dtype: np.dtype, flat: Callable[..., Any], arrays: Sequence[Any]) -> Any:
+    """Returns the program of a function of floating arrays in a dtype."""
+
+    def narrowed(array: Any) -> Any:
+        is_float = is_floating_dtype(getattr(array, "dtype", np.bool_)) and array.dtype.itemsize > 1
+        return jax.eval_shape(lambda array: array.astype(dtype), array) if is_float else array
+
+    with enter(retracing(current_scope(), dtype)):
+        return make_jaxpr(flat)(*map(narrowed, arrays))
 
 
 def _is_half(array: Any) -> bool:

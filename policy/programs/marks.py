@@ -44,6 +44,7 @@ def innermost_scope(equation: Equation) -> str:
 LAYER = f"{REGION}layer"  # a layer that obeys a policy itself
 RETURNED = f"{REGION}returned"  # its result, for the code around it
 KEPT = f"{REGION}kept"  # a parameter that no policy casts
+UNROUNDED = f"{REGION}unrounded"  # a matmul of which a line asks for a float32 result
 _COMPUTE = f"{REGION}computes_in_"
 _CALL = f"{REGION}call_"
 _ATTENTION = f"{REGION}attention_"
@@ -72,6 +73,11 @@ def computes_in(
       precision: that of its matmuls, or None.
     """
     return jax.named_scope(_name_of(dtype, matmul, precision))
+
+
+def in_float32() -> str:
+    """Returns the mark of a matmul whose operands a line casts to float32."""
+    return _name_of(F32, None, "highest")
 
 
 def numbered_call(number: int) -> contextlib.AbstractContextManager[Any]:
@@ -166,9 +172,12 @@ def _marked(array: Any, name: str) -> Any:
     dtype: Any = getattr(array, "dtype", np.bool_)
     if not is_floating_dtype(dtype) or dtype.itemsize > F32.itemsize or dtype.itemsize < 2:
         return array
+    target = thread.traced_dtype if name == RETURNED and thread.traced_dtype else F32
+    if dtype == target != F32:
+        return array
     with jax.named_scope(name):
-        if dtype != F32:
-            return lax.convert_element_type(array, F32)
+        if dtype != target:
+            return lax.convert_element_type(array, target)
         return lax.reduce_precision(array, exponent_bits=8, mantissa_bits=23)  # the identity
 
 
@@ -188,4 +197,4 @@ def without(name_stack: Any) -> Any:
 
 
 def _is_of_own_code(name: str) -> bool:
-    return name in (LAYER, RETURNED, KEPT) or name.startswith((_COMPUTE, _CALL))
+    return name in (LAYER, RETURNED, KEPT, UNROUNDED) or name.startswith((_COMPUTE, _CALL))

@@ -22,6 +22,8 @@ class _Thread(threading.local):
       wide: results of the trace under way that were float32 before, or None
         (`policy.programs.marks`).
       asked: the dtypes that a report collects, or None (`policy.core.precedence`).
+      traced_dtype: that of the second trace under way, or None (`policy.autocasting.requests`).
+      is_summary: whether a summary records the calls under way.
       autocast: the policy that the autocast whose function is traced was given, or None.
       backend: the platform and kind of the devices to trace for, or None for the default ones
         (`policy.core.dtypes`).
@@ -34,6 +36,8 @@ class _Thread(threading.local):
     keeps_lines = False
     wide: list[Any] | None = None
     asked: Any = None
+    traced_dtype: Any = None
+    is_summary = False
     autocast: Any = None
     backend: tuple[str, str] | None = None
     shared_operands: dict[Any, Any] | None = None
