@@ -23,6 +23,7 @@ import numpy as np
 from flax import linen, nnx
 from flax.core import Scope as FlaxScope
 from flax.errors import TraceContextError, TransformedMethodReturnValueError
+from jax import lax
 from jax.typing import DTypeLike
 
 import policy as policy_package
@@ -40,7 +41,8 @@ from policy.autocasting import own_code
 from policy.core.arrays import cast_array, is_floating
 from policy.core.messages import warn_once
 from policy.core.policy import Policy
-from policy.core.scope import Scope, Source, computes_in_half, current_scope, enter, multiplying
+from policy.core.precedence import Effective
+from policy.core.scope import Scope, computes_in_half, current_scope, enter, multiplying
 from policy.programs import marks
 from policy.programs.thread import during
 
@@ -117,15 +119,16 @@ def keeping() -> Any:
     return enter(dataclasses.replace(current_scope(), keeps_own_code=True))
 
 
-def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, source: Source) -> Any:
+def run_inside(call: Callable[[], Any], scope: Scope, effective: Effective, where: str) -> Any:
     """Calls a module's own code inside of a trace: it is no boundary.
 
     Args:
       call: calls it.
       scope: the one in force.
-      policy: the one that the module obeys.
-      source: where the modules inside get it from, for summaries.
+      effective: the policy that the module obeys.
+      where: the module, for the modules inside.
     """
+    policy = effective.base
     if policy is None:
         return call()
     inner = dataclasses.replace(scope, policy=policy, boundary_open=True)
@@ -135,17 +138,19 @@ def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, sou
     mark = marks.computes_in(
         policy.compute_dtype, policy.matmul, policy.precision if half else None
     )
-    with enter(inner, source), mark, precise:
+    with enter(inner, effective.source.for_those_inside(where)), mark, precise:
         outputs = call()
-    if not scope.boundary_open or policy == scope.policy:
+    is_named = effective.source.names_module(scope.source)
+    if not scope.boundary_open or (policy == scope.policy and not is_named):
         return outputs
-    return _marked(outputs)  # another policy's: the code around it reads it in its own dtype
+    # Another policy's: the code around it reads it in its own dtype, or as this one returns it.
+    return _marked(outputs, keeps=is_named and _returns_wide(policy))
 
 
 def run_layer(
     call: MethodCall,
     run: Callable[[MethodCall], Any],
-    policy: Policy | None,
+    effective: Effective,
     *,
     keeps: bool,
     recorded: Callable[..., None] | None,
@@ -155,17 +160,31 @@ def run_layer(
     Args:
       call: the call.
       run: runs it, its inputs cast.
-      policy: the one that the layer obeys.
+      effective: the policy that the layer obeys.
       keeps: whether own code in it runs in the dtypes that it meets.
       recorded: is told of the module, the arguments and the outputs, for a summary.
     """
-    with enter(dataclasses.replace(current_scope(), traces_own_code=False)), marks.layer():
+    policy, around = effective.policy, current_scope()
+    with enter(dataclasses.replace(around, traces_own_code=False)), marks.layer():
         given = call if policy is None or _comes_wide(call) else call.with_inputs_cast(policy)
         with keeping() if keeps else contextlib.nullcontext():
             outputs = run(given)
         if recorded is not None:
             recorded(given.module, given.args, given.kwargs, outputs)
-    return _marked(outputs, call.carry()[1])
+    is_asked = effective.source.names_module(around.source) or _is_asked(call.module)
+    is_kept = policy is not None and is_asked and computes_in_half(policy)
+    return _marked(outputs, call.carry()[1], keeps=is_kept)
+
+
+def _returns_wide(policy: Policy) -> bool:
+    return policy.output_dtype.itemsize > policy.compute_dtype.itemsize
+
+
+def _is_asked(layer: Any) -> bool:
+    """Returns whether arguments of a matmul layer say which dtype its result has."""
+    names = ("preferred_element_type", "dot_general", "dot_general_cls", "conv_general_dilated")
+    given = (getattr(layer, name, None) for name in names)
+    return any(x not in (None, lax.dot_general, lax.conv_general_dilated) for x in given)
 
 
 def _comes_wide(call: MethodCall) -> bool:
@@ -176,15 +195,23 @@ def _comes_wide(call: MethodCall) -> bool:
     return widens and bool(call.args) and marks.is_wide_result(call.args[0])
 
 
-def _marked(outputs: Any, carry: Any = None) -> Any:
+def _marked(outputs: Any, carry: Any = None, *, keeps: bool = False) -> Any:
     """Returns outputs in float32, marked for the code around; a carry has the dtypes of the one
-    given.
+    given. With `keeps`, those in float32 are read as such.
     """
     if carry is not None and is_pair(outputs):
-        return _marked_carry(outputs[0], carry), _marked(outputs[1])
-    return jax.tree.map(
-        lambda x: x if is_reference(x) else marks.returned(x), outputs, is_leaf=is_reference
-    )
+        return _marked_carry(outputs[0], carry), _marked(outputs[1], keeps=keeps)
+
+    def marked(x: Any) -> Any:
+        if is_reference(x):
+            return x
+        return marks.read_in(x, None) if keeps and _is_wide(x) else marks.returned(x)
+
+    return jax.tree.map(marked, outputs, is_leaf=is_reference)
+
+
+def _is_wide(x: Any) -> bool:
+    return is_floating(x) and x.dtype.itemsize >= 4
 
 
 def _marked_carry(new: Any, given: Any) -> Any:

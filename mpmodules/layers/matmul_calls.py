@@ -90,8 +90,8 @@ class Product:
 
     Under a policy Flax's own operation returns its accumulator where the result is to be wider than
     the operands, and multiplies in 8 bits where the policy says so; an operation of the user's own
-    is called as Flax calls it. A `preferred_element_type` is the accumulator's dtype; the result
-    has the policy's.
+    is called as Flax calls it. A `preferred_element_type` is the accumulator's dtype, and that of
+    the result where it is wider than the policy's.
 
     Args:
       layer: its `preferred_element_type` and its operation are read, where it has any.
@@ -162,8 +162,10 @@ class Product:
             shape = trailing(y, self.bias) if shape is None else shape
             wide = self.numerics.reduction_dtype
             y = add_bias(y, self.bias, shape, stored=self.stored_bias, reduction_dtype=wide)
-        result = self.numerics.result_dtype
-        return y if self.preferred is None or result is None else cast_array(y, result)
+        result, preferred = self.numerics.result_dtype, self.preferred
+        if preferred is None or result is None or is_wider(jnp.dtype(preferred), result):
+            return y
+        return cast_array(y, result)
 
 
 def _of_codes(

@@ -148,7 +148,8 @@ def run_method(call: MethodCall) -> Any:
         if scope.traces_own_code:
             return _run_in_trace(call, effective)
         # A bare layer is a boundary only by a policy of its own.
-        crosses = scope.crosses(policy if is_bare else effective.base)
+        is_named = effective.source.names_module(scope.source)
+        crosses = scope.crosses(policy if is_bare else effective.base) or is_named
         entered = policy if crosses and (effective.source.own or not is_bare) else None
         inner = _scope_inside(scope, policy, entered is not None)
         source = effective.source.for_those_inside(where(module))
@@ -186,15 +187,13 @@ def _run_in_trace(call: MethodCall, effective: Effective) -> Any:
     if keeps or _is_layer(call):
         put_back_for_layer(module)
         recorded = None if calls.recorded is None else calls.recorded.note_run
-        policy = effective.policy
-        return own_code.run_layer(call, run_method, policy, keeps=keeps, recorded=recorded)
+        return own_code.run_layer(call, run_method, effective, keeps=keeps, recorded=recorded)
 
     def run_own_code() -> Any:
         with states_made_in_float32(module):
             return _run_users(call, effective)
 
-    source = effective.source.for_those_inside(where(module))
-    return own_code.run_inside(run_own_code, scope, effective.base, source)
+    return own_code.run_inside(run_own_code, scope, effective, where(module))
 
 
 def run_setup(module: Any, setup: Callable[[], Any]) -> Any:

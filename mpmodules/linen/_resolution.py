@@ -219,7 +219,8 @@ def warn_of_outermost(module: Any, policy: Policy | None, scope: Scope) -> None:
     """Warns of an outermost module of ours that obeys `policy` in code that does not, or obeys none
     and was initialised under one.
     """
-    warn_of_autocast(module, policy)
+    if thread.autocast is not None:
+        warn_of_autocast(module, policy)
     if scope.traces_own_code or scope.keeps_own_code or calls.adopters:
         return
     cls, parent = type(module), module.parent

@@ -30,6 +30,7 @@ from policy.core.policy import Policy
 from policy.core.precedence import Effective, warn_of_autocast
 from policy.core.scope import computes_in_half, current_scope, enter, multiplying
 from policy.programs import marks
+from policy.programs.thread import thread
 from policy.quantized.params import require_trainable
 
 # Methods that run as Flax runs them: their dtypes are the carry's and the cache's own.
@@ -93,7 +94,7 @@ def run_method(call: MethodCall) -> Any:
     Every call of a public method of a module that obeys policies comes through here, ours or
     ported.
     """
-    if not calls.depth:
+    if thread.autocast is not None and not calls.depth:
         warn_of_autocast(call.module, call.module.dtype_policy)
     if call.name == "__call__" and PATH in vars(call.module):
         with name_scope(call.module):
@@ -116,12 +117,13 @@ def _run_outermost_or_inside(call: MethodCall) -> Any:
 def _run_in_trace(call: MethodCall) -> Any:
     """Calls a module in a trace of the code around it."""
     module, scope, keeps = call.module, current_scope(), _keeps(call.module)
-    policy = scope.held(module.dtype_policy)
+    effective = effective_policy(module, scope)
     if keeps or _is_layer(call):
-        return own_code.run_layer(call, _run_method, policy, keeps=keeps, recorded=calls.recorded)
-    source = module._policy_source.for_those_inside(type(module).__name__)
+        recorded = calls.recorded
+        return own_code.run_layer(call, _run_method, effective, keeps=keeps, recorded=recorded)
+    run = functools.partial(call.run, module)
     with _under_way():
-        return own_code.run_inside(functools.partial(call.run, module), scope, policy, source)
+        return own_code.run_inside(run, scope, effective, type(module).__name__)
 
 
 def _run_method(call: MethodCall) -> Any:
@@ -133,7 +135,8 @@ def _run_method(call: MethodCall) -> Any:
     if not calls.depth and scope.policy is not None and scope.policy != module.dtype_policy:
         warn_of_scope(module, scope)
     # A bare layer is a boundary only by a policy of its own.
-    crosses = scope.crosses(policy) and (effective.source.own or not cls._is_layer)
+    is_named = effective.source.names_module(scope.source)
+    crosses = (scope.crosses(policy) and (effective.source.own or not cls._is_layer)) or is_named
     entered, inner, source = policy if crosses else None, scope, None
     if entered is not None:
         inner, source = scope.inside(entered), effective.source.for_those_inside(cls.__name__)

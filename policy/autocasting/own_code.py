@@ -72,7 +72,11 @@ class OwnCode:
 
         def in_dtype(arrays: Sequence[Any], dtype: np.dtype = F32) -> list[Any]:
             pairs = zip(arrays, kinds, strict=True)
-            return [cast(x, dtype) if kind != 1 and _is_float(x) else x for x, kind in pairs]
+            floats = [kind != 1 and _is_float(x) and x.dtype != dtype for x, kind in pairs]
+            return [
+                jax.eval_shape(lambda x: x.astype(dtype), x) if is_cast else x
+                for x, is_cast in zip(arrays, floats, strict=True)
+            ]
 
         scope = dataclasses.replace(current_scope(), traces_own_code=True)
         half = policy.compute_dtype

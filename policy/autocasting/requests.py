@@ -8,13 +8,13 @@ Matmuls of both traces stand in one order; those of the first are marked with wh
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import linecache
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -67,7 +67,7 @@ def with_requests(jaxpr: Any, again: Callable[[], Any], half: np.dtype) -> Any:
     if not is_half(half) or thread.traced_dtype is not None or thread.is_summary:
         return jaxpr
     first = _Matmuls.of(jaxpr)
-    if not any(map(_speaks, first)):
+    if not _speaks(first):
         return jaxpr
     settings = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
     try:
@@ -185,7 +185,8 @@ def _rank(atom: Any) -> int:
 def _cast_by(equation: Equation) -> str:
     """Returns who widened an operand: a line, Flax, or JAX by promotion."""
     names: set[str] = set()
-    for file, name, _ in _frames(equation):
+    for code in _frames(equation)[0]:
+        file, name = code.co_filename, code.co_name
         if not file.startswith(_JAX):
             by_line = bool(names & _CASTS) and not names - _CASTS
             return _PROMOTED if not by_line else _FLAX if _is_library(file) else _CAST
@@ -230,29 +231,39 @@ _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _OURS = tuple(os.path.join(os.path.dirname(_HERE), name, "") for name in ("policy", "mpmodules"))
 
 
+@functools.cache
 def _is_library(file: str) -> bool:
     flax = getattr(sys.modules.get("flax"), "__file__", None)
     others = () if flax is None else (os.path.dirname(os.path.abspath(flax)) + os.sep,)
     return file.startswith((_JAX, *_OURS, *others))
 
 
-def _frames(equation: Equation) -> Iterator[tuple[str, str, int]]:
-    """Yields the file, function and line of each frame of an equation, the innermost first."""
+def _frames(equation: Equation) -> tuple[Sequence[Any], Sequence[int]]:
+    """Returns the code and the offset in it of each frame of an equation, the innermost first."""
     traceback: Any = equation.source_info.traceback
-    codes, offsets = traceback.raw_frames() if traceback is not None else ((), ())
-    for code, offset in zip(codes, offsets, strict=True):
-        yield code.co_filename, code.co_name, traceback.code_addr2line(code, offset)
+    return traceback.raw_frames() if traceback is not None else ((), ())
 
 
-def _speaks(equation: Equation) -> bool:
-    """Returns whether the source of a matmul, of any function around it, names a cast."""
-    files = {file for file, *_ in _frames(equation) if not _is_library(file)}
-    return any(_SPEAKS.search("".join(linecache.getlines(file))) for file in files)
+def _speaks(equations: Sequence[Equation]) -> bool:
+    """Returns whether a file with a function that runs a matmul, or calls one that does, names a
+    cast.
+    """
+    codes = {code for equation in equations for code in _frames(equation)[0]}
+    files = {code.co_filename for code in codes}
+    return any(
+        any(map(_SPEAKS.search, linecache.getlines(file)))
+        for file in files
+        if not _is_library(file)
+    )
 
 
 def _tell(equation: Equation, half: np.dtype) -> None:
-    frames = itertools.dropwhile(lambda frame: _is_library(frame[0]), _frames(equation))
-    file, function, line = next(frames, ("", "a function", 0))
+    file, function, line = "", "a function", 0
+    for code, offset in zip(*_frames(equation), strict=True):
+        if not _is_library(code.co_filename):
+            file, function = code.co_filename, code.co_qualname
+            line = equation.source_info.traceback.code_addr2line(code, offset)
+            break
     source = linecache.getline(file, line).strip()
     warn_once(
         f"{function}, at {os.path.basename(file)}:{line} (`{source}`), multiplies a value that was "

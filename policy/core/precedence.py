@@ -113,7 +113,7 @@ def with_explicit_dtypes(
 def warn_of_autocast(module: Any, policy: Policy | None) -> None:
     """Warns of a module that obeys another half-precision policy than the autocast around it."""
     given = thread.autocast
-    if given is None or policy is None or policy.compute_dtype == given.compute_dtype:
+    if policy is None or policy.compute_dtype == given.compute_dtype:
         return
     if max(policy.compute_dtype.itemsize, given.compute_dtype.itemsize) < 4:
         warn_once(

@@ -535,10 +535,12 @@ def accumulating(
     so its transpose rounds the cotangent first. Forward and reverse mode both work.
     """
     dtype = jnp.dtype(accumulator_dtype)
+    precision = jax.config.jax_default_matmul_precision  # a rule is traced after the block ended
 
     @jax.custom_jvp
     def run(lhs: Array, rhs: Array) -> Array:
-        return bilinear(lhs, rhs, preferred_element_type=dtype)
+        with jax.default_matmul_precision(precision):
+            return bilinear(lhs, rhs, preferred_element_type=dtype)
 
     def run_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Any]:
         y = run(*primals)
