@@ -290,7 +290,8 @@ def run_at_boundary(
     if entered is None:
         return outputs
     has_carry = crossing.returns_carry(call.module, call.kwargs)
-    return cast_outputs(scope.returned(entered), outputs, has_carry=has_carry)
+    outputs, kept = with_kept_outputs(call, outputs)
+    return cast_outputs(scope.returned(entered), outputs, has_carry=has_carry, kept=kept)
 
 
 def given_carry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -309,14 +310,57 @@ def _kept_positions(method: Callable[..., Any], count: int, keep: Collection[str
     return kept
 
 
-def cast_outputs(policy: Policy, outputs: Any, *, has_carry: bool = False) -> Any:
+def cast_outputs(
+    policy: Policy, outputs: Any, *, has_carry: bool = False, kept: Sequence[Any] = ()
+) -> Any:
     """Casts floating outputs to output_dtype, but not the carry where there is one: the first of a
-    pair. References are returned by identity.
+    pair. References, and the arrays in `kept`, are returned by identity.
     """
     if has_carry and is_pair(outputs):
-        return outputs[0], cast_outputs(policy, outputs[1])
+        return outputs[0], cast_outputs(policy, outputs[1], kept=kept)
+
+    def cast(tree: Any) -> Any:
+        return cast_floating(tree, policy.output_dtype, is_leaf=is_reference)
+
     with jax.named_scope(BOUNDARY):
-        return cast_floating(outputs, policy.output_dtype, is_leaf=is_reference)
+        if not kept:
+            return cast(outputs)
+        among = set(map(id, kept))
+        return jax.tree.map(
+            lambda x: x if id(x) in among else cast(x), outputs, is_leaf=is_reference
+        )
+
+
+def with_kept_outputs(call: MethodCall, outputs: Any) -> tuple[Any, list[Any]]:
+    """Returns the outputs of a call, those in `keep_outputs` in the dtypes of their arguments, and
+    the arrays of these.
+
+    Raises:
+      TypeError: such an output and its argument differ in structure.
+    """
+    keep, kept = getattr(type(call.module), "keep_outputs", {}), []
+    if not keep:
+        return outputs, kept
+    bound = inspect.signature(call.signature_of).bind(call.module, *call.args, **call.kwargs)
+    items = dict(outputs) if isinstance(outputs, Mapping) else dict(enumerate(outputs))
+    for place, name in keep.items():
+        if place in items and name in bound.arguments:
+            given, new = bound.arguments[name], items[place]
+            if jax.tree.structure(given) != jax.tree.structure(new):
+                raise TypeError(
+                    f"{type(call.module).__name__}.keep_outputs says that output {place!r} has the "
+                    f"dtypes of {name!r}, but their structures differ."
+                )
+            items[place] = jax.tree.map(as_given, new, given)
+            kept += jax.tree.leaves(items[place])
+    if isinstance(outputs, Mapping):
+        return type(outputs)(items), kept
+    return getattr(outputs, "_make", type(outputs))(items.values()), kept
+
+
+def as_given(new: Any, given: Any) -> Any:
+    """Returns an array in the dtype of another, where both are floating."""
+    return cast_array(new, given.dtype) if is_floating(new) and is_floating(given) else new
 
 
 def is_pair(outputs: Any) -> bool:

@@ -188,7 +188,7 @@ def explain(error: TypeError, cls: type, args: tuple[Any, ...], kwargs: Mapping[
     unknown = next(
         (name for name in kwargs if f"unexpected keyword argument '{name}'" in said), None
     )
-    if unknown in ("keep_inputs", "keep_params"):
+    if unknown in ("keep_inputs", "keep_outputs", "keep_params"):
         error.args = (
             f"{said}. {unknown} is a class attribute: write `{unknown} = (...)` in the body of the "
             "class.",
@@ -290,11 +290,32 @@ def require_keep_inputs(cls: Any) -> None:
     """
     keep = cls.keep_inputs
     require_names(cls, "keep_inputs", keep, example="positions")
+    _require_arguments(cls, "keep_inputs", keep)
+
+
+@functools.cache
+def require_keep_outputs(cls: Any) -> None:
+    """Refuses a class whose `keep_outputs` maps no places of outputs to arguments.
+
+    Raises:
+      TypeError: it is no mapping from indices or keys to names.
+      ValueError: no public method takes an argument of a name in it.
+    """
+    keep: Any = cls.keep_outputs
+    if not isinstance(keep, Mapping) or not all(isinstance(name, str) for name in keep.values()):
+        raise TypeError(
+            f"{cls.__name__}.keep_outputs should map outputs, by index or key, to the arguments "
+            f"whose dtypes they keep, but got {keep!r}: write keep_outputs = {{1: 'cache'}}."
+        )
+    _require_arguments(cls, "keep_outputs", keep.values())
+
+
+def _require_arguments(cls: Any, attribute: str, names: Iterable[str]) -> None:
     known = _arguments_of(cls)
-    unknown = [name for name in keep if known is not None and name not in known]
+    unknown = [name for name in names if known is not None and name not in known]
     if unknown:
         raise ValueError(
-            f"{cls.__name__}.keep_inputs names {', '.join(map(repr, unknown))}, but its public "
+            f"{cls.__name__}.{attribute} names {', '.join(map(repr, unknown))}, but its public "
             f"methods take {', '.join(sorted(known or ())) or 'no arguments'}."
         )
 

@@ -29,22 +29,24 @@ from jax.typing import DTypeLike
 import policy as policy_package
 from mpmodules.calls.boundary import (
     MethodCall,
+    as_given,
     cast_outputs,
     is_pair,
     is_reference,
     linen_calls,
     map_carry,
     nnx_calls,
+    with_kept_outputs,
 )
 from mpmodules.functions.functional import mixing_allowed
 from policy.autocasting import own_code
-from policy.core.arrays import cast_array, is_floating
+from policy.core.arrays import is_floating
 from policy.core.messages import warn_once
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.scope import Scope, computes_in_half, current_scope, enter, multiplying
 from policy.programs import marks
-from policy.programs.thread import during
+from policy.programs.thread import during, thread
 
 CANNOT_BE_TRACED = (
     *own_code.CANNOT_BE_TRACED,
@@ -227,7 +229,8 @@ def _marked_carry(new: Any, given: Any) -> Any:
 def outputs_of(call: MethodCall, scope: Scope, policy: Policy, outputs: Any) -> Any:
     """Returns the outputs of an outermost call in the dtypes that its caller is to get.
 
-    These are output_dtype, and inside of a module's call compute_dtype of the caller.
+    These are output_dtype, and inside of a module's call compute_dtype of the caller. State, such
+    as a cache, keeps the dtypes in which it came.
 
     Args:
       call: the call.
@@ -235,17 +238,15 @@ def outputs_of(call: MethodCall, scope: Scope, policy: Policy, outputs: Any) -> 
       policy: the one that it obeyed.
       outputs: in the dtypes that they were computed in.
     """
+    states, thread.states = thread.states, ()
     has_carry, given_carry = call.carry()
     if has_carry and is_pair(outputs):
-        outputs = map_carry(_as_given, outputs[0], given_carry), outputs[1]
+        outputs = map_carry(as_given, outputs[0], given_carry), outputs[1]
     returned = scope.returned(policy)
     if scope.boundary_open and scope.policy is not None:
         returned = policy.replace(output_dtype=scope.policy.compute_dtype)
-    return cast_outputs(returned, outputs, has_carry=has_carry)
-
-
-def _as_given(new: Any, given: Any) -> Any:
-    return cast_array(new, given.dtype) if is_floating(new) and is_floating(given) else new
+    outputs, kept = with_kept_outputs(call, outputs)
+    return cast_outputs(returned, outputs, has_carry=has_carry, kept=(*states, *kept))
 
 
 # --------------------------------------------------------------------------------------------------

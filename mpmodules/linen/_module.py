@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import flax.linen as flax_nn
@@ -83,6 +83,8 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
       keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
         ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the
         module is made.
+      keep_outputs: outputs, by index or key, that have the dtypes of an argument, such as a carry.
+        A class attribute: ``keep_outputs = {0: "carry"}``.
       own_code: "keep" runs the methods of a class in the dtypes that they meet, without a trace:
         inputs in compute_dtype, parameters as stored. A class attribute.
       keep_params: names of parameters that no policy touches: ``self.param`` stores and returns
@@ -114,6 +116,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         )
 
     keep_inputs: ClassVar[tuple[str, ...]] = ()
+    keep_outputs: ClassVar[Mapping[int | str, str]] = {}
     keep_params: ClassVar[tuple[str, ...]] = ()
     own_code: ClassVar[Literal["keep"] | None] = None
     # What the class stands for in isinstance and in class rules.
@@ -143,6 +146,8 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         cls, given, policy = type(self), vars(self), self.dtype_policy
         if cls.keep_inputs:
             classes.require_keep_inputs(cls)
+        if cls.keep_outputs:
+            classes.require_keep_outputs(cls)
         if hasattr(cls, "_dtype_fields") and (given.get("dtype") or given.get("param_dtype")):
             classes.require_dtypes(cls.__name__, given)
         if policy is not None and not isinstance(policy, Policy):

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 from flax import nnx as flax_nnx
@@ -70,6 +70,7 @@ class ModuleMeta(FlaxModuleMeta):
 
     _upstream_class: type
     keep_inputs: tuple[str, ...]
+    keep_outputs: Mapping[int | str, str]
 
     # An `__init__` need not declare `dtype_policy`. A checker that reads metaclasses leaves
     # `__init__` alone only where this returns something else than the class: hence the union, in
@@ -83,6 +84,8 @@ class ModuleMeta(FlaxModuleMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls.keep_inputs:
             classes.require_keep_inputs(cls)
+        if cls.keep_outputs:
+            classes.require_keep_outputs(cls)
         own, kwargs = own_policy(cls, args, kwargs)
         scope = current_scope()
         policy, source = policy_to_capture(cls, own, scope)
@@ -159,6 +162,8 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
       keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
         ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the
         module is built.
+      keep_outputs: outputs, by index or key, that have the dtypes of an argument, such as a carry.
+        A class attribute: ``keep_outputs = {0: "carry"}``.
       own_code: "keep" runs the methods of a class in the dtypes that they meet, without a trace:
         inputs in compute_dtype, parameters as stored. A class attribute.
       keep_params: names of attributes whose parameters no policy touches: they are stored and read
@@ -185,6 +190,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
     else:
         dtype_policy = None
     keep_inputs: ClassVar[tuple[str, ...]] = ()
+    keep_outputs: ClassVar[Mapping[int | str, str]] = {}
     keep_params: ClassVar[tuple[str, ...]] = ()
     own_code: ClassVar[Literal["keep"] | None] = None
     # What the class stands for in isinstance and in class rules.

@@ -31,12 +31,12 @@ def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Val
     is_algorithm = precision is not None and not isinstance(precision, (tuple, list, lax.Precision))
     if is_algorithm and dtype not in (getattr(precision, "supported_lhs_types", None) or ()):
         return "author's algorithm", bound_as_traced(equation, values)
-    if place.matmul is None and _is_unrounded(equation, place):
-        return str(dtype), [_unrounded(equation, values, dtype)]
-    if params.get("preferred_element_type") is not None:
-        params["preferred_element_type"] = dtype
     if precision is None and place.precision is not None:
         params["precision"] = canonical_precision(place.precision)
+    if place.matmul is None and _is_unrounded(equation, place):
+        return str(dtype), [_unrounded(equation, params, values, dtype)]
+    if params.get("preferred_element_type") is not None:
+        params["preferred_element_type"] = dtype
     if equation.primitive.name == "dot_general" and place.matmul is None:
         stored = [side for side in (0, 1) if stored_codes(values[side]) is not None]
         if len(stored) == 1:
@@ -71,13 +71,15 @@ def _named(precision: str | None) -> Any:
         return lax.DotAlgorithmPreset[precision]
 
 
-def _unrounded(equation: Equation, values: Values, dtype: np.dtype) -> CastValue:
+def _unrounded(
+    equation: Equation, params: dict[str, Any], values: Values, dtype: np.dtype
+) -> CastValue:
     """Returns a float32 product of operands in `dtype`, in which backward multiplies too."""
     lhs, rhs, *others = (v.as_dtype(dtype) if v.is_float else v.array for v in values)
 
     def multiply(lhs: Any, rhs: Any, preferred_element_type: Any = dtype) -> Any:
-        params = {**equation.params, "preferred_element_type": np.dtype(preferred_element_type)}
-        return bind(equation, [lhs, rhs, *others], params)[0]
+        result = {"preferred_element_type": np.dtype(preferred_element_type)}
+        return bind(equation, [lhs, rhs, *others], params | result)[0]
 
     return CastValue(accumulating(multiply, F32)(lhs, rhs))
 

@@ -20,6 +20,7 @@ from policy.autocasting.calls import HANDLERS, Recent
 from policy.autocasting.evaluator import Evaluator
 from policy.autocasting.requests import retracing, with_requests
 from policy.autocasting.settings import Places, Settings
+from policy.autocasting.state import states_of
 from policy.autocasting.values import CastValue, cast
 from policy.core.policy import Policy
 from policy.core.scope import Scope, current_scope, enter
@@ -28,6 +29,7 @@ from policy.programs.dtypes import F32, float_dtype
 from policy.programs.jaxprs import is_unwritten, opened, repeated_programs
 from policy.programs.rewriting.interpreter import run_at_once
 from policy.programs.rewriting.outlining import outlined
+from policy.programs.thread import thread
 from policy.programs.tracing.pure_calls import PureCall, UnreturnableError
 from policy.programs.tracing.trace import Arguments, ArrayTree, is_eager
 
@@ -95,6 +97,15 @@ class OwnCode:
         jaxpr = outlined(with_requests(traced.jaxpr, again, half))
         return cls(dataclasses.replace(traced, jaxpr=jaxpr), policy, kinds, scope)
 
+    @functools.cached_property
+    def states(self) -> list[int | None]:
+        """For each output, the operand that it is a later state of; see `states_of`."""
+        body, result = opened(self.call.jaxpr)[0], self.call.result
+        outputs = sum(result.is_array[: result.treedef.children()[0].num_leaves])
+        first = self.kinds.index(2) if 2 in self.kinds else -1
+        states = states_of(body, outputs, first)
+        return [i if i is not None and self.kinds[i] == 2 else None for i in states]
+
     def evaluated(self, *arrays: Any) -> list[Any]:
         """Returns the results of the program on operands as they are stored.
 
@@ -106,9 +117,8 @@ class OwnCode:
         settings = Settings(self.policy, narrows_scans=True, around=around)
         places = Places(settings, repeated_programs(body))
         given = dict(zip(body.invars, arrays, strict=True))
-        result = self.call.result
-        outputs = sum(result.is_array[: result.treedef.children()[0].num_leaves])
-        values = []
+        values, states = [], self.states
+        outputs = len(states)
         is_fixed = is_unwritten(body, outputs)
         for array, variable, kind, is_buffer in zip(
             arrays, body.invars, self.kinds, is_fixed, strict=True
@@ -123,6 +133,8 @@ class OwnCode:
         def result_of(i: int, atom: Any, value: CastValue) -> Any:
             if not isinstance(atom, jex_core.Literal) and atom in given:
                 return given[atom]
+            if i < outputs and (state := states[i]) is not None:
+                return cast(value.array, float_dtype(arrays[state]))
             return cast(value.array, None if i < outputs else float_dtype(atom.aval))
 
         return list(map(result_of, range(len(evaluated)), body.outvars, evaluated))
@@ -144,8 +156,8 @@ def _arrays(tree: Any) -> list[Any]:
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type, types.FunctionType)
 
-_kept: Recent[tuple[Callable[..., list[Any]], PureCall]] = Recent(256)
-"""Evaluated programs, and the calls that they are of, without their operands."""
+_kept: Recent[tuple[Callable[..., list[Any]], PureCall, list[int | None]]] = Recent(256)
+"""Evaluated programs, the calls that they are of, without their operands, and their states."""
 
 
 def run(call: ModuleCall, trees: Sequence[Any], policy: Policy, *, key: Hashable) -> Any:
@@ -160,7 +172,7 @@ def run(call: ModuleCall, trees: Sequence[Any], policy: Policy, *, key: Hashable
       key: equal for calls that run the same code; None keeps nothing.
 
     Returns:
-      The results of the call.
+      The results of the call. Those that are state are in `thread.states`, too.
 
     Raises:
       the errors in `CANNOT_BE_TRACED`.
@@ -176,12 +188,18 @@ def run(call: ModuleCall, trees: Sequence[Any], policy: Policy, *, key: Hashable
         _, consts = opened(own.call.jaxpr)
         of_a_trace = any(isinstance(const, jax.core.Tracer) for const in consts)
         if key is None or own.call.changed or of_a_trace:
-            return own.call.returned(own.evaluated(*arguments.arrays))
+            return _returned(own.call, own.states, own.evaluated(*arguments.arrays))
         own = dataclasses.replace(own, call=dataclasses.replace(own.call, arrays=()))
         program = run_at_once(jax.make_jaxpr(own.evaluated)(*arguments.arrays))
-        kept = _kept.keep(key, (program, own.call))
-    program, pure = kept
-    return pure.returned(program(*arguments.arrays))
+        kept = _kept.keep(key, (program, own.call, own.states))
+    program, pure, states = kept
+    return _returned(pure, states, program(*arguments.arrays))
+
+
+def _returned(pure: PureCall, states: Sequence[int | None], results: Sequence[Any]) -> Any:
+    kept = zip(results, states, strict=False)
+    thread.states = [array for array, state in kept if state is not None]
+    return pure.returned(results)
 
 
 def _key(key: Hashable, arguments: Arguments, policy: Policy) -> Hashable:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -66,19 +66,25 @@ def with_requests(jaxpr: Any, again: Callable[[], Any], half: np.dtype) -> Any:
     """
     if not is_half(half) or thread.traced_dtype is not None or thread.is_summary:
         return jaxpr
+    said = dict.fromkeys(map(id, _kept_results(opened(jaxpr)[0])), marks.UNROUNDED)
     first = _Matmuls.of(jaxpr)
-    if not _speaks(first):
-        return jaxpr
+    if _speaks(first):
+        said |= _said(first, again, half)
+    return _marked(jaxpr, said, {}) if any(said.values()) else jaxpr
+
+
+def _said(first: _Matmuls, again: Callable[[], Any], half: np.dtype) -> dict[int, str]:
+    """Returns the marks of matmuls by their identities, and warns of open ones."""
     settings = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
     try:
         with settings[0], settings[1], during(traced_dtype=half), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             second = _Matmuls.of(again())
     except Exception:  # code for float32 alone
-        return jaxpr
+        return {}
     shapes = [[tuple(v.aval.shape for v in e.invars) for e in found] for found in (first, second)]
     if shapes[0] != shapes[1]:
-        return jaxpr
+        return {}
     said: dict[int, str] = {}
     for equation, line, operands in zip(first, second, second.operands, strict=True):
         request = _request(line, operands[:2])
@@ -86,7 +92,29 @@ def with_requests(jaxpr: Any, again: Callable[[], Any], half: np.dtype) -> Any:
             _tell(equation, half)
             request = ""
         said[id(equation)] = request
-    return _marked(jaxpr, said, {}) if any(said.values()) else jaxpr
+    return {number: mark for number, mark in said.items() if mark}
+
+
+def _kept_results(body: OpenJaxpr) -> Iterator[Equation]:
+    """Yields the matmuls that make results of modules whose own policy returns them unrounded."""
+    makers = {
+        variable: equation for equation in equations_of(body) for variable in equation.outvars
+    }
+    seen: set[int] = set()
+    atoms = [e.invars[0] for e in equations_of(body) if marks.mark_of(e) == marks.KEPT]
+    while atoms:
+        atom = atoms.pop()
+        equation = None if isinstance(atom, jex_core.Literal) else makers.get(atom)
+        if equation is None or id(equation) in seen or marks.mark_of(equation) is not None:
+            continue
+        seen.add(id(equation))
+        if equation.primitive.name in primitives.MATMULS:
+            yield equation
+        elif equation.primitive.name in primitives.ELEMENTWISE | primitives.MOVES_DATA:
+            atoms += equation.invars
+    for equation in equations_of(body):
+        for one in subprograms(equation):
+            yield from _kept_results(one.body)
 
 
 def retracing(scope: Scope, half: np.dtype) -> Scope:

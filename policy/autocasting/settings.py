@@ -146,8 +146,10 @@ class Places(dict[Path, Place]):
         name, model = _names(without_marks(path))[-1]
         note_obeyed(model, name, obeyed)
         region = "applies" if named else None
-        around = settings.around
-        return Place(compute, matmul, region, policy is not None, False, precision, around)
+        own = _match(settings.rules, without_marks(path)) if path else None
+        is_wide = own is not None and own.output_dtype.itemsize > compute.itemsize
+        is_ruled, around = policy is not None, settings.around
+        return Place(compute, matmul, region, is_ruled, False, precision, around, is_wide)
 
     def output_of(self, path: Path) -> np.dtype | None:
         """Returns the half-precision output dtype that a rule gives to this very path, or None."""

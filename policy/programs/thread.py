@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 
@@ -23,6 +23,8 @@ class _Thread(threading.local):
         (`policy.programs.marks`).
       asked: the dtypes that a report collects, or None (`policy.core.precedence`).
       traced_dtype: that of the second trace under way, or None (`policy.autocasting.requests`).
+      states: results of the last traced call that are state, such as caches
+        (`policy.autocasting.state`).
       is_summary: whether a summary records the calls under way.
       autocast: the policy that the autocast whose function is traced was given, or None.
       backend: the platform and kind of the devices to trace for, or None for the default ones
@@ -38,6 +40,7 @@ class _Thread(threading.local):
     asked: Any = None
     traced_dtype: Any = None
     is_summary = False
+    states: Sequence[Any] = ()
     autocast: Any = None
     backend: tuple[str, str] | None = None
     shared_operands: dict[Any, Any] | None = None

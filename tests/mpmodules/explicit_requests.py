@@ -504,7 +504,7 @@ LAYERS = [
       for said, check, rule in (("o=f32", wide, WIDER), ("float32", in_float32, "float32"),
                                 ("f32_inside", only_in_float32, "f32_inside"),
                                 ("x=highest", at("HIGHEST"), f"{WIDER},x=highest"))),
-    R("rule o=f32 in bfloat16", wide, layer=Dense(), rules={"layer": WIDER}, policy="bfloat16"),
+    R("rule o=f32 of 16-bit params", wide, layer=Dense(), rules={"layer": "p=bf16,c=bf16,o=f32"}),
     R("dtype_policy= with o=f32", wide, layer=Dense(dtype_policy=WIDER), columns=OURS),
     R("dtype_policy=float32", in_float32, layer=Dense(dtype_policy="float32"), columns=OURS),
     R("nn.remat, dtype_policy", in_float32, columns=OURS,
