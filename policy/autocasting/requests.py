@@ -223,6 +223,11 @@ def _cast_by(equation: Equation) -> str:
     return _PROMOTED
 
 
+def is_promotion(equation: Equation) -> bool:
+    """Returns whether JAX put in a cast, for operands of two dtypes, and no line asks for it."""
+    return _cast_by(equation) == _PROMOTED
+
+
 def _marked(jaxpr: Any, said: dict[int, str], done: dict[int, Any]) -> Any:
     """Returns a program whose matmuls carry the marks of `said`, by their identities."""
     body: Any = opened(jaxpr)[0]

@@ -93,7 +93,7 @@ def program(request: Request, column: str) -> tuple[Callable[..., Any], Any]:
     """Returns a function of parameters, inputs and `extra`, and parameters."""
     transform = partial(autocast, policy=request.policy, rules=request.rules)
     if column == "autocast" and not request.layer:
-        weights = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+        weights = {name: jnp.ones(shape, f32) for name, shape in SHAPES.items()}
         call = request.text(jnp).call
         return transform(lambda weights, *args: call(Namespace(**weights), *args)), weights
     if column.endswith("nnx") or request.columns == NNX:
