@@ -444,6 +444,48 @@ def port_options(
     return PortOptions(policy, rules, keep_explicit, "keep" if is_kept else "autocast")
 
 
+class GivenDtypes:
+    """The dtype arguments of the layers of a port, which the policy replaces. Warns where they
+    differ: a layer in float32 beside others was meant.
+
+    Args:
+      model: the model's class.
+      policy: the policy.
+      is_kept: whether an explicit `dtype` holds.
+    """
+
+    def __init__(self, model: type, policy: Policy, *, is_kept: bool):
+        self.model, self.policy, self.is_kept = model, policy, is_kept
+        self.seen: dict[str, str] = {}  # a layer's class, by what it was given
+
+    def note(self, layer: Any, dtype: Any) -> None:
+        """Notes a layer that was given a `dtype`, or None, and perhaps a `param_dtype`."""
+        if (cell := getattr(layer, "cell", None)) is not None:
+            self.note(cell, getattr(cell, "dtype", None))
+        if not hasattr(layer, "param_dtype"):
+            return
+        param_dtype = jnp.dtype(layer.param_dtype or jnp.float32)
+        dtype = None if dtype is None or self.is_kept else jnp.dtype(dtype)
+        lost = [
+            f"{name}={given.name}"
+            for name, given, default, held in (
+                ("dtype", dtype, None, self.policy.compute_dtype),
+                ("param_dtype", param_dtype, jnp.float32, self.policy.param_dtype),
+            )
+            if given is not None and given not in (default, held)
+        ]
+        self.seen.setdefault(", ".join(lost), type(layer).__name__)
+        if len(self.seen) > 1:
+            for given, name in self.seen.items():
+                if given:
+                    warn_once(
+                        f"apply_policy({self.model.__name__}) gives all layers the dtypes of "
+                        f"'{self.policy}', also {name}({given}), which differs from other layers. "
+                        "If that is meant, write a rule for it, such as {'head': 'float32'}, or "
+                        "pass keep_explicit=True."
+                    )
+
+
 def warn_where_dropped() -> None:
     """Warns where the `apply_policy` that calls this was called as a statement."""
     if instruction_after(sys._getframe(2)) == "POP_TOP":

@@ -17,9 +17,11 @@ from mpmodules.calls.boundary import MethodCall
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.calls.classes import (
     LAYER_OF,
+    GivenDtypes,
     InstanceMethod,
     OwnCode,
     PortOptions,
+    is_flax,
     is_ours,
     is_upstream,
     layer_class,
@@ -130,7 +132,8 @@ class _Port:
         others = options.keep_explicit, options.own_code
         self.scope = Scope(policy, options.rules, options=others)
         # An explicit param_dtype can't be told from the default.
-        self.adopter = Adopter(["dtype"] if options.keep_explicit else [], is_of_a_port=True)
+        given = GivenDtypes(base, options.policy, is_kept=options.keep_explicit)
+        self.adopter = Adopter(["dtype"] if options.keep_explicit else [], given)
 
     @property
     def under_way(self) -> bool:
@@ -354,12 +357,13 @@ class Adopter:
 
     Args:
       keep: which of `dtype` and `param_dtype` were given to the layers by hand, and hold.
-      is_of_a_port: whether modules that are no layers are boundaries too, and their parameters
-        follow the policy. Otherwise layers alone are adopted.
+      given: the dtypes that the layers of a port were given, which it notes. In a port, modules
+        that are no layers are boundaries too, and their parameters follow the policy. Otherwise
+        layers alone are adopted.
     """
 
-    def __init__(self, keep: Collection[str], *, is_of_a_port: bool = False):
-        self.keep, self.is_of_a_port = keep, is_of_a_port
+    def __init__(self, keep: Collection[str], given: GivenDtypes | None = None):
+        self.keep, self.given, self.is_of_a_port = keep, given, given is not None
 
     def __call__(
         self,
@@ -376,6 +380,8 @@ class Adopter:
         if ours is not None and not _is_of_class(method, type(module), context.method_name):
             return next_fun(*args, **kwargs)  # Flax's own, around calls of the layer
         if ours is not None:
+            if self.given is not None and not is_flax(type(module.parent)):
+                self.given.note(module, getattr(module, "dtype", None))
             with seen_as(module, ours, self.keep) as seen:
                 method = self._method(next_fun, seen, context)
                 return _run(seen, method, args, kwargs, context)

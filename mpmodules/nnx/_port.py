@@ -12,6 +12,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules.calls.classes import (
     LAYER_OF,
+    GivenDtypes,
     OwnCode,
     PortOptions,
     is_ours,
@@ -121,6 +122,10 @@ def apply_policy(
         planned = plan.get(id(module))
         if planned is None or (source.own and source.kind == "rule" and not planned[1].source.own):
             plan[id(module)] = module, effective_in_port(module, held, source, options, where=where)
+    noted = GivenDtypes(type(model), options.policy, is_kept=keep_explicit)
+    for module, _ in plan.values():
+        if not is_ours(type(module)) and _has_dtypes(module):
+            noted.note(module, _explicit_dtype(module))
     copy = Rebuilding(class_in_port)
     ported = copy(model)
     for module, effective in plan.values():

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import itertools
 import linecache
 import os
 import re
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -35,9 +38,10 @@ from policy.programs.jaxprs import (
 )
 from policy.programs.thread import during, thread
 
-_SPEAKS = re.compile(r"astype|asarray|float32|preferred_element_type|convert_element_type")
+_SPEAKS = re.compile("astype|asarray|float32|f32|preferred_element_type|convert_element_type")
 _CASTS = {"astype", "_astype", "meth", "array", "asarray", "__call__", "convert_element_type"}
 _PLUMBING = re.compile(r"_convert_element_type|bind|process_primitive|current|cache_miss|reraise")
+_LAYERS = ("linear.py", "attention.py", "recurrent.py")
 _TREES = re.compile(r"jax._src.tree(_util)?\.py$")
 _SUMS = re.compile("reduce|cum|arg|sort")
 
@@ -88,6 +92,8 @@ def _said(first: _Matmuls, again: Callable[[], Any], half: np.dtype) -> dict[int
     said: dict[int, str] = {}
     for equation, line, operands in zip(first, second, second.operands, strict=True):
         request = _request(line, operands[:2])
+        if request == "told" and _CAST not in operands and not second.casts & _writers(line):
+            request = ""  # computed from a cast that another function wrote
         if request == "told" or said.get(id(equation), request) != request:
             _tell(equation, half)
             request = ""
@@ -139,15 +145,17 @@ class _Matmuls(list[Equation]):
 
     Attributes:
       operands: what their operands are.
+      casts: the code of functions that cast to float32.
     """
 
     operands: list[list[str]]
+    casts: set[Any]
 
     @classmethod
     def of(cls, jaxpr: Any) -> _Matmuls:
         body, _ = opened(jaxpr)
         found = cls()
-        found.operands = []
+        found.operands, found.casts = [], set()
         found.run(body, [_of(v.aval) for v in body.invars])
         return found
 
@@ -180,10 +188,13 @@ class _Matmuls(list[Equation]):
         if name in primitives.MATMULS:
             self.append(equation)
             self.operands.append(values)
-            return results
+            return values[:1] if set(values) == {_FLAX} else results
         if results != [_OTHER] or marks.mark_of(equation) is not None:
             return results
-        return [_of_float32(equation, values)]
+        result = _of_float32(equation, values)
+        if result == _CAST:
+            self.casts |= _writers(equation)
+        return [result]
 
 
 def _of(aval: Any) -> str:
@@ -196,6 +207,8 @@ def _of_float32(equation: Equation, values: list[str]) -> str:
     name, floats = equation.primitive.name, [value for value in values if value]
     if name == "convert_element_type" and floats == [_HALF]:
         return _cast_by(equation)
+    if set(floats) == {_FLAX}:
+        return _FLAX
     if len(set(floats)) == 1 and (name in primitives.MOVES_DATA | primitives.BROADCASTS):
         return floats[0]
     scaled = [v for v, atom in zip(values, equation.invars, strict=True) if v and _rank(atom)]
@@ -261,14 +274,27 @@ def _marked(jaxpr: Any, said: dict[int, str], done: dict[int, Any]) -> Any:
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+_TRACES = tuple(
+    os.path.join(_HERE, *path)
+    for path in (("programs", "tracing", "pure_calls.py"), ("autocasting", "transform.py"))
+)
 _OURS = tuple(os.path.join(os.path.dirname(_HERE), name, "") for name in ("policy", "mpmodules"))
 
 
 @functools.cache
 def _is_library(file: str) -> bool:
+    return file.startswith((_JAX, *_OURS)) or _is_flax(file)
+
+
+@functools.cache
+def _is_flax(file: str) -> bool:
     flax = getattr(sys.modules.get("flax"), "__file__", None)
-    others = () if flax is None else (os.path.dirname(os.path.abspath(flax)) + os.sep,)
-    return file.startswith((_JAX, *_OURS, *others))
+    return flax is not None and file.startswith(os.path.dirname(os.path.abspath(flax)) + os.sep)
+
+
+def _is_layers(file: str) -> bool:
+    """Returns whether a file has layers of Flax's that multiply."""
+    return _is_flax(file) and os.path.basename(file) in _LAYERS
 
 
 def _frames(equation: Equation) -> tuple[Sequence[Any], Sequence[int]]:
@@ -277,17 +303,75 @@ def _frames(equation: Equation) -> tuple[Sequence[Any], Sequence[int]]:
     return traceback.raw_frames() if traceback is not None else ((), ())
 
 
+def _writers(equation: Equation) -> set[Any]:
+    """Returns the code of the innermost function that is no library's."""
+    own = (code for code in _frames(equation)[0] if not _is_library(code.co_filename))
+    return set(itertools.islice(own, 1))
+
+
 def _speaks(equations: Sequence[Equation]) -> bool:
-    """Returns whether a file with a function that runs a matmul, or calls one that does, names a
-    cast.
+    """Returns whether a function that runs a matmul, or one that it calls, names a cast.
+
+    A layer of Flax's may have been given a dtype anywhere in the file that calls it.
     """
-    codes = {code for equation in equations for code in _frames(equation)[0]}
-    files = {code.co_filename for code in codes}
-    return any(
-        any(map(_SPEAKS.search, linecache.getlines(file)))
-        for file in files
-        if not _is_library(file)
-    )
+    inside = [list(_inside(equation)) for equation in equations]
+    for codes in inside:
+        files = {code.co_filename for code in codes}
+        if any(map(_is_layers, files)) and any(map(_names_cast, files)):
+            return True
+    left = [code for codes in inside for code in codes if not _is_flax(code.co_filename)]
+    seen: set[Any] = set()
+    while left:
+        code = left.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        known, names = _functions_of(code.co_filename), (*code.co_names, *code.co_freevars)
+        left += (found for name in names for found in known.get(name, ()))
+        left += (each for each in code.co_consts if isinstance(each, types.CodeType))
+        said = (*code.co_names, *(str(each) for each in code.co_consts if _is_text(each)))
+        if any(map(_SPEAKS.search, said)):
+            return True
+    return False
+
+
+def _names_cast(file: str) -> bool:
+    return not _is_flax(file) and any(map(_SPEAKS.search, linecache.getlines(file)))
+
+
+def _is_text(constant: Any) -> bool:
+    return isinstance(constant, str | tuple)  # a tuple has the names of keyword arguments
+
+
+def _inside(equation: Equation) -> Iterator[Any]:
+    """Yields the code of the functions around an equation, up to the call that is traced."""
+    for code in _frames(equation)[0]:
+        if code.co_filename.startswith(_TRACES):
+            return
+        if _is_flax(code.co_filename) or not _is_library(code.co_filename):
+            yield code
+
+
+@functools.lru_cache(256)
+def _functions_of(file: str) -> dict[str, list[Any]]:
+    """Returns the code of the functions in a module's file, by their names."""
+    found: dict[str, list[Any]] = {}
+    modules = [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == file]
+    held = [item for module in modules for item in vars(module).items()]
+    held += [item for _, each in held if isinstance(each, type) for item in vars(each).items()]
+    codes = []
+    for name, value in held:
+        if isinstance(value, functools.partial):
+            text = " ".join(value.keywords)
+            found.setdefault(name, []).append(compile(f"{text!r}", file, "eval"))
+        elif callable(value):
+            codes.append(getattr(inspect.unwrap(value), "__code__", None))
+    while codes:
+        code = codes.pop()
+        if isinstance(code, types.CodeType) and code.co_filename == file:
+            found.setdefault(code.co_name, []).append(code)
+            codes += code.co_consts
+    return found
 
 
 def _tell(equation: Equation, half: np.dtype) -> None:

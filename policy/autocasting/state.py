@@ -10,7 +10,7 @@ import jax.extend.core as jex_core
 from policy.programs.jaxprs import OpenJaxpr, equations_of, subprograms
 from policy.programs.primitives import CASTS, MOVES_DATA
 
-_HANDS_ON = MOVES_DATA | CASTS | {"dynamic_update_slice"}
+_HANDS_ON = MOVES_DATA | CASTS
 
 
 def states_of(body: OpenJaxpr, outputs: int, first: int) -> list[int | None]:
@@ -22,45 +22,51 @@ def states_of(body: OpenJaxpr, outputs: int, first: int) -> list[int | None]:
     Args:
       body: the program.
       outputs: the number of its outputs to look at, the first ones.
-      first: the first input, whose values a loop may carry through layers; no state.
+      first: the first input. It is state where values are written in it, and not where it is
+        returned or carried through a loop, as activations are.
     """
     numbers = {variable: i for i, variable in enumerate(body.invars)}
     found = []
     for atom in body.outvars[:outputs]:
-        origin, is_carry = _origin(body, atom)
+        origin, is_written = _origin(body, atom)
         place = None if isinstance(origin, jex_core.Literal) else numbers.get(origin)
         is_same = place is not None and body.invars[place].aval == atom.aval
-        found.append(place if is_same and not (is_carry and place == first) else None)
+        found.append(place if is_same and (is_written or place != first) else None)
     return found
 
 
 def _origin(body: OpenJaxpr, atom: Any) -> tuple[Any, bool]:
-    """Returns the variable whose values an output holds, in part, and whether a loop carried it."""
+    """Returns the variable whose values an output holds, in part, and whether others are written
+    in it.
+    """
     makers = {
         variable: equation for equation in equations_of(body) for variable in equation.outvars
     }
-    is_carry = False
+    is_written = False
     while not isinstance(atom, jex_core.Literal) and (equation := makers.get(atom)) is not None:
         name, inside = equation.primitive.name, subprograms(equation)
         place = equation.outvars.index(atom)
-        operand = 0 if name in _HANDS_ON or name.startswith("scatter") else None
+        writes = name == "dynamic_update_slice" or name.startswith("scatter")
+        operand = 0 if writes or name in _HANDS_ON else None
+        is_written |= writes
         if inside and name != "cond" and not name.startswith("scatter"):
-            operand, looped = _through(inside, place)
-            is_carry |= looped
+            operand, writes = _through(inside, place)
+            is_written |= writes
         if operand is None:
             break
         atom = equation.invars[operand]
-    return atom, is_carry
+    return atom, is_written
 
 
 def _through(inside: Sequence[Any], place: int) -> tuple[int | None, bool]:
-    """Returns the operand of an equation that an output of its program is, if any."""
+    """Returns the operand of an equation that an output of its program is, if any, and whether the
+    program writes values in it.
+    """
     one = inside[-1]
     if one.operands is None:
         return None, False
     if one.role == "loop":
-        is_carry = place < one.carried
-        return (one.operands[one.carry.start + place] if is_carry else None), is_carry
-    origin, is_carry = _origin(one.body, one.body.outvars[place])
+        return (one.operands[one.carry.start + place] if place < one.carried else None), False
+    origin, is_written = _origin(one.body, one.body.outvars[place])
     arguments = list(one.body.invars)
-    return (one.operands[arguments.index(origin)] if origin in arguments else None), is_carry
+    return (one.operands[arguments.index(origin)] if origin in arguments else None), is_written

@@ -325,6 +325,14 @@ def get_policy(policy: Policy | str) -> Policy:
             f"'p=f32,c=bf16,o=f32', but got {policy!r} of type {type(policy).__name__}.{hint}"
         )
     text = policy.replace(" ", "")
+    made = _of_text(text)  # "half" depends on the device
+    return _made.setdefault((text, made), made)
+
+
+_made: dict[tuple[str, Policy], Policy] = {}  # one object for one text
+
+
+def _of_text(text: str) -> Policy:
     if text in _MIXED:
         compute, matmul = _MIXED[text]
         return Policy(jnp.float32, compute, jnp.float32, matmul=matmul)

@@ -62,16 +62,6 @@ class Source:
         source = f"{self.kind}: {self.detail}" if self.detail else self.kind
         return f"argument: {self.dtypes}; else {source}" if self.dtypes else source
 
-    def names_module(self, around: Source) -> bool:
-        """Returns whether an argument or a rule of its own gives a module its policy, rather than
-        one that holds for the module around it, too.
-
-        Args:
-          around: the source of the policy around it.
-        """
-        is_same = (self.kind, self.detail) == (around.kind, around.detail)
-        return self.own and self.detail != "apply_policy" and not is_same
-
     def for_those_inside(self, where: str) -> Source:
         """Returns the source for a module that inherits the policy inside the module at `where`."""
         if self.kind == "argument" or self.dtypes:

@@ -97,7 +97,7 @@ def test_a_submodule_with_its_own_policy_runs_in_it_and_the_code_around_in_its_o
 
 @BOTH
 def test_a_submodule_given_the_same_policy_is_no_boundary(wing):
-    model = wing.ours(net("params=float32,compute=bfloat16,output=float32"), MIXED)
+    model = wing.ours(net(MIXED), MIXED)
     assert computed(model) == ["bfloat16"] * 6 and casts_of(model) == ONE_BOUNDARY
     alike = wing.ours(sequential(jax.nn.relu, dtype_policy=MIXED), MIXED)
     assert casts_of(alike) == ONE_BOUNDARY

@@ -21,8 +21,9 @@ from mpmodules.linen._layer import Layer, half_safe_fields
 from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import declared_field, dtype_fields, fields_set, plain_fields
 from policy.core.arrays import cast_array
+from policy.core.messages import warn_once
 from policy.core.policy import Policy
-from policy.core.scope import reduction_dtype_of
+from policy.core.scope import computes_in_half, reduction_dtype_of
 
 
 class Normalization(Layer):
@@ -61,6 +62,11 @@ class Normalization(Layer):
             policy = None
         norm = None if policy is None else norms.norm_call_of(self, call)
         if policy is not None and norm is not None:
+            if not getattr(self, "force_float32_reductions", True) and computes_in_half(policy):
+                warn_once(
+                    f"{type(self).__name__}(force_float32_reductions=False) has no effect under "
+                    f"'{policy}', which sums in {policy.reduction_dtype}: leave it out."
+                )
             fields = dtype_fields(self, policy) | half_safe_fields(self, policy.param_dtype)
             with fields_set(self, fields):
                 return self._normalised(norm, policy, dtype)
