@@ -199,7 +199,11 @@ def _note_cast(flow: DtypeFlow, node: cst.Call, chosen: set[str]) -> None:
     elif "softmax" in name or "loss" in name or "entropy" in name:
         flow.note(node, f"{name} runs in float32 under a policy: its cast may go")
     elif operands.is_of_model(flow, node):
-        flow.note(node, "a cast of floats to float32 has no effect in a module: it may go")
+        flow.note(
+            node,
+            "a cast of floats to float32 has no effect in a module, unless both operands of a "
+            "matmul are cast, which runs in float32 then",
+        )
     else:
         flow.note(node, "a cast to float32 is obeyed; norms, softmaxes and losses don't need it")
 
