@@ -117,7 +117,7 @@ def snippet(program: Program, way: str, policy: str, mode: str, where: str) -> s
     }
     text = text_of(program, way)
     cast = "P" if way == "function" else "policy.get_policy(POLICY).cast_to_param(P)"
-    head = HEAD + (PRELUDE if re.search("log_cosh|custom_tanh|layer_norm", text) else "")
+    head = HEAD + (PRELUDE if re.search("log_cosh|tanh|sigmoid|layer_norm", text) else "")
     head += FLOW if any(op.body for op in program.ops) else ""
     data = f"POLICY, P, X = {policy!r}, {show(params)}, {show(arrays)}"
     plain = "" if way == "function" else source(program)  # of the same name, for what is right
