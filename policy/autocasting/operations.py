@@ -76,7 +76,9 @@ class CastOperation:
             for output in outputs:
                 output.is_mask = True
         may_be_table = not floats or floats[0].is_table or floats[0].yields  # most are none
-        if self.narrows and may_be_table and makes_table(floats, half):
+        # A sum or root of activations in half, such as rows of a table, is no table.
+        is_activation = self.category == "fp32" and any(v.is_half and not v.yields for v in floats)
+        if self.narrows and may_be_table and not is_activation and makes_table(floats, half):
             for output in outputs:
                 output.is_table = True
         elif self.category == "promote" and is_input(floats, half):
