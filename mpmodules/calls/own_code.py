@@ -142,7 +142,7 @@ def run_inside(call: Callable[[], Any], scope: Scope, effective: Effective, wher
     )
     with enter(inner, effective.source.for_those_inside(where)), mark, precise:
         outputs = call()
-    is_named = effective.is_named(scope)
+    is_named = scope.names(effective.base, effective.source)
     if not scope.boundary_open or (policy == scope.policy and not is_named):
         return outputs
     # Another policy's: the code around it reads it in its own dtype, or as this one returns it.
@@ -173,7 +173,7 @@ def run_layer(
             outputs = run(given)
         if recorded is not None:
             recorded(given.module, given.args, given.kwargs, outputs)
-    is_asked = effective.is_named(around) or _is_asked(call.module)
+    is_asked = around.names(effective.base, effective.source) or _is_asked(call.module)
     is_kept = policy is not None and is_asked and computes_in_half(policy)
     return _marked(outputs, call.carry()[1], keeps=is_kept)
 

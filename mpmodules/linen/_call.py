@@ -148,7 +148,7 @@ def run_method(call: MethodCall) -> Any:
         if scope.traces_own_code:
             return _run_in_trace(call, effective)
         # A bare layer is a boundary only by a policy of its own.
-        is_named = effective.is_named(scope)
+        is_named = scope.names(effective.base, effective.source)
         crosses = scope.crosses(policy if is_bare else effective.base) or is_named
         entered = policy if crosses and (effective.source.own or not is_bare) else None
         inner = _scope_inside(scope, policy, entered is not None)

@@ -135,7 +135,7 @@ def _run_method(call: MethodCall) -> Any:
     if not calls.depth and scope.policy is not None and scope.policy != module.dtype_policy:
         warn_of_scope(module, scope)
     # A bare layer is a boundary only by a policy of its own.
-    is_named = effective.is_named(scope)
+    is_named = scope.names(effective.base, effective.source)
     crosses = (scope.crosses(policy) and (effective.source.own or not cls._is_layer)) or is_named
     entered, inner, source = policy if crosses else None, scope, None
     if entered is not None:

@@ -21,7 +21,7 @@ from policy.autocasting.regions import NOWHERE, Regions, regions_of
 from policy.autocasting.report import Report
 from policy.autocasting.settings import Place, Places, Settings
 from policy.autocasting.values import CastValue, Values, bound_as_traced, cast
-from policy.autocasting.x64 import narrowed
+from policy.autocasting.x64 import without_float64
 from policy.core.scope import Scope, enter
 from policy.programs import marks
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype, is_half
@@ -229,7 +229,7 @@ class Evaluator(Interpreter[CastValue]):
     def _evaluated(self, equation: Equation, values: Values) -> Values:
         name, place = equation.primitive.name, self.place_of(equation)
         if jax.config.jax_enable_x64 and not place.is_layer:
-            equation, values = narrowed(equation, values)
+            equation, values = without_float64(equation, values)
         layout = widened_layout(equation) if name in REBUILT and not place.is_layer else None
         if layout is not None:
             codes, scales = (value.array for value in values)

@@ -20,7 +20,7 @@ from policy.autocasting.calls import HANDLERS, Recent
 from policy.autocasting.evaluator import Evaluator
 from policy.autocasting.requests import retracing, with_requests
 from policy.autocasting.settings import Places, Settings
-from policy.autocasting.state import states_of
+from policy.autocasting.state import operands_kept
 from policy.autocasting.values import CastValue, cast
 from policy.core.policy import Policy
 from policy.core.scope import Scope, current_scope, enter
@@ -99,11 +99,11 @@ class OwnCode:
 
     @functools.cached_property
     def states(self) -> list[int | None]:
-        """For each output, the operand that it is a later state of; see `states_of`."""
+        """For each output, the operand that it is a later state of; see `operands_kept`."""
         body, result = opened(self.call.jaxpr)[0], self.call.result
         outputs = sum(result.is_array[: result.treedef.children()[0].num_leaves])
         first = self.kinds.index(2) if 2 in self.kinds else -1
-        states = states_of(body, outputs, first)
+        states = operands_kept(body, outputs, first)
         return [i if i is not None and self.kinds[i] == 2 else None for i in states]
 
     def evaluated(self, *arrays: Any) -> list[Any]:

@@ -135,7 +135,7 @@ def _request(equation: Equation, operands: Sequence[str]) -> str:
     if found == {_HALF} and asked is not None and np.dtype(asked) == F32:
         return marks.UNROUNDED
     if found == {_FLAX} or (_CAST in found and is_wide and _FLAX not in found):
-        return marks.in_float32()
+        return marks.matmul_in_float32()
     both = found <= {_DERIVED, _REDUCED}
     return "told" if _CAST in found or _DERIVED in found or both else ""
 
@@ -212,7 +212,7 @@ def _of_float32(equation: Equation, values: list[str]) -> str:
     if len(set(floats)) == 1 and (name in primitives.MOVES_DATA | primitives.BROADCASTS):
         return floats[0]
     scaled = [v for v, atom in zip(values, equation.invars, strict=True) if v and _rank(atom)]
-    if name in ("mul", "div") and scaled == [_CAST]:
+    if name in primitives.PRODUCTS and scaled == [_CAST]:
         return _CAST  # by a number
     if {_CAST, _DERIVED, _REDUCED}.intersection(floats):
         return _REDUCED if _REDUCED in floats or _SUMS.match(name) else _DERIVED
@@ -236,7 +236,7 @@ def _cast_by(equation: Equation) -> str:
     return _PROMOTED
 
 
-def is_promotion(equation: Equation) -> bool:
+def is_of_jax(equation: Equation) -> bool:
     """Returns whether JAX put in a cast, for operands of two dtypes, and no line asks for it."""
     return _cast_by(equation) == _PROMOTED
 

@@ -13,7 +13,7 @@ from policy.programs.primitives import CASTS, MOVES_DATA
 _HANDS_ON = MOVES_DATA | CASTS
 
 
-def states_of(body: OpenJaxpr, outputs: int, first: int) -> list[int | None]:
+def operands_kept(body: OpenJaxpr, outputs: int, first: int) -> list[int | None]:
     """Returns, for each output that is state, the argument that it was; None for other outputs.
 
     It is the argument itself, the argument with new values written at some places, or the carry of

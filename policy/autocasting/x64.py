@@ -11,7 +11,7 @@ from typing import Any
 import jax.extend.core as jex_core
 import numpy as np
 
-from policy.autocasting.requests import is_promotion
+from policy.autocasting.requests import is_of_jax
 from policy.autocasting.values import CastValue, Values, cast
 from policy.programs.dtypes import F32, float_dtype
 from policy.programs.jaxprs import Equation, subprograms
@@ -19,7 +19,7 @@ from policy.programs.jaxprs import Equation, subprograms
 _F64 = np.dtype(np.float64)
 
 
-def narrowed(equation: Equation, values: Values) -> tuple[Equation, Values]:
+def without_float64(equation: Equation, values: Values) -> tuple[Equation, Values]:
     """Returns an equation in float32 and its operands, where no operand but numbers is float64.
 
     Other equations are returned as they are.
@@ -31,7 +31,7 @@ def narrowed(equation: Equation, values: Values) -> tuple[Equation, Values]:
     if any(value.dtype == _F64 and not _is_number(atom, value) for atom, value in pairs):
         return equation, values
     is_cast = equation.primitive.name == "convert_element_type"
-    if is_cast and not (is_promotion(equation) and float_dtype(equation.invars[0].aval) == F32):
+    if is_cast and not (is_of_jax(equation) and float_dtype(equation.invars[0].aval) == F32):
         return equation, values
     params = {name: F32 if _is_f64(value) else value for name, value in equation.params.items()}
     new: Any = equation

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from policy.core.messages import warn_once
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
-from policy.core.scope import NO_SOURCE, Scope, Source, require_usable
+from policy.core.scope import NO_SOURCE, Source, require_usable
 from policy.programs.paths import Path, divided, joined, once
 from policy.programs.thread import during, thread
 
@@ -42,18 +42,6 @@ class Effective:
     base: Policy | None
     source: Source
     dtype: np.dtype | None = None
-
-    def is_named(self, scope: Scope) -> bool:
-        """Returns whether an argument or a rule names the module, with another policy than the one
-        around it, if perhaps an equal one: its output_dtype then holds for the module's results.
-
-        Args:
-          scope: the one around the call.
-        """
-        source, around = self.source, scope.source
-        is_same_rule = (source.kind, source.detail) == (around.kind, around.detail)
-        is_other = source.own and source.detail != "apply_policy" and not is_same_rule
-        return is_other and self.base is not scope.policy
 
 
 def with_explicit_dtypes(

@@ -119,6 +119,19 @@ class Scope:
         """
         return policy is not None and (not self.boundary_open or policy != self.policy)
 
+    def names(self, policy: Policy | None, source: Source) -> bool:
+        """Returns whether an argument or a rule names a module that is called here, with another
+        policy than the one in force, if perhaps an equal one: its output_dtype then holds for the
+        module's results.
+
+        Args:
+          policy: the module's.
+          source: its provenance.
+        """
+        is_same_rule = (source.kind, source.detail) == (self.source.kind, self.source.detail)
+        is_other = source.own and source.detail != "apply_policy" and not is_same_rule
+        return is_other and policy is not self.policy
+
     def inside(self, policy: Policy | None) -> Scope:
         """Returns the scope for the body of a call that crossed into `policy`."""
         return dataclasses.replace(self, policy=policy, boundary_open=policy is not None)

@@ -239,9 +239,10 @@ def test_policies_of_our_own_layers_and_of_ports_inside_hold(wing):
 def test_keep_explicit_keeps_the_dtypes_of_layers(wing):
     inner = Text(lambda self, x: self.layer(x), "Inner", layer=dense(4, 4, dtype=jnp.float16))
     outer = Text(lambda self, x: self.last(self.inner(x)), inner=inner, last=dense(4, 4))
-    replaced = wing.port(outer, "bf16", None, ROWS)
-    assert {name for name, _ in replaced.dots(ROWS)} == {"bfloat16"}
-    assert set(replaced.made().values()) == {"bfloat16"}
+    with pytest.warns(DtypePolicyWarning, match=r"gives all layers .*\(dtype=float16\)"):
+        replaced = wing.port(outer, "bf16", None, ROWS)
+        assert {name for name, _ in replaced.dots(ROWS)} == {"bfloat16"}
+        assert set(replaced.made().values()) == {"bfloat16"}
     with pytest.warns(DtypePolicyWarning, match="has an explicit dtype=float16") as told:
         kept = wing.port(outer, MIXED, None, ROWS, keep_explicit=True)
         assert [name for name, _ in kept.dots(ROWS)] == ["float16", "bfloat16"]
