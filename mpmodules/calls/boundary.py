@@ -353,9 +353,10 @@ def with_kept_outputs(call: MethodCall, outputs: Any) -> tuple[Any, list[Any]]:
                 )
             items[place] = jax.tree.map(as_given, new, given)
             kept += jax.tree.leaves(items[place])
+    made: Any = type(outputs)
     if isinstance(outputs, Mapping):
-        return type(outputs)(items), kept
-    return getattr(outputs, "_make", type(outputs))(items.values()), kept
+        return made(items), kept
+    return getattr(outputs, "_make", made)(items.values()), kept
 
 
 def as_given(new: Any, given: Any) -> Any:

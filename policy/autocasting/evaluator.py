@@ -228,7 +228,7 @@ class Evaluator(Interpreter[CastValue]):
 
     def _evaluated(self, equation: Equation, values: Values) -> Values:
         name, place = equation.primitive.name, self.place_of(equation)
-        if jax.config.jax_enable_x64 and not place.is_layer:
+        if jax.dtypes.canonicalize_dtype(np.float64) == np.float64 and not place.is_layer:
             equation, values = without_float64(equation, values)
         layout = widened_layout(equation) if name in REBUILT and not place.is_layer else None
         if layout is not None:

@@ -22,6 +22,7 @@ from policy.autocasting.requests import retracing, with_requests
 from policy.autocasting.settings import Places, Settings
 from policy.autocasting.state import operands_kept
 from policy.autocasting.values import CastValue, cast
+from policy.core.dtypes import precision_around
 from policy.core.policy import Policy
 from policy.core.scope import Scope, current_scope, enter
 from policy.programs import marks
@@ -113,8 +114,7 @@ class OwnCode:
         computed in; state has the dtypes of the trace.
         """
         body, consts = opened(self.call.jaxpr)
-        around = jax.config.jax_default_matmul_precision
-        settings = Settings(self.policy, narrows_scans=True, around=around)
+        settings = Settings(self.policy, narrows_scans=True, around=precision_around())
         places = Places(settings, repeated_programs(body))
         given = dict(zip(body.invars, arrays, strict=True))
         values, states = [], self.states

@@ -29,6 +29,7 @@ from policy.autocasting.requests import retracing, with_requests
 from policy.autocasting.settings import Places, Settings
 from policy.autocasting.sites import refusing_sites
 from policy.autocasting.values import CastValue, cast
+from policy.core.dtypes import precision_around
 from policy.core.messages import require_function, warn_once
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, pattern_text
@@ -261,7 +262,7 @@ class _Autocast:
         return report
 
     def _settings(self) -> Settings | None:
-        settings, around = self.options.resolved(), jax.config.jax_default_matmul_precision
+        settings, around = self.options.resolved(), precision_around()
         return None if settings is None else dataclasses.replace(settings, around=around)
 
     def lowered(

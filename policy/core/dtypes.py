@@ -420,6 +420,12 @@ def is_algorithm(name: str | None) -> bool:
     return name is not None and name not in _PRECISIONS
 
 
+def precision_around() -> str | None:
+    """Returns the precision in force, by `jax.default_matmul_precision`; None where none is."""
+    config: Any = jax.config
+    return config.jax_default_matmul_precision
+
+
 def canonical_precision(name: str) -> Any:
     """Returns a precision as the primitives of matmuls and convolutions hold it."""
     if name in _PRECISIONS:

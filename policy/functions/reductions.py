@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from numpy.lib.array_utils import normalize_axis_index
 
 from policy.core.arrays import is_floating, is_inexact
+from policy.core.dtypes import precision_around
 from policy.core.scope import reduction_dtype_of, widest
 from policy.functions.checkpointing import as_stored, keeping_inputs
 
@@ -535,7 +536,7 @@ def accumulating(
     so its transpose rounds the cotangent first. Forward and reverse mode both work.
     """
     dtype = jnp.dtype(accumulator_dtype)
-    precision = jax.config.jax_default_matmul_precision  # a rule is traced after the block ended
+    precision = precision_around()  # a rule is traced after the block ended
 
     @jax.custom_jvp
     def run(lhs: Array, rhs: Array) -> Array:
