@@ -47,15 +47,8 @@ _SUMS = re.compile("reduce|cum|arg|sort")
 
 # The operands of a matmul in the second trace: compute_dtype, the same as JAX promoted it, cast to
 # float32 by a line or by Flax, computed from such values elementwise or with a sum, and others.
-_HALF, _PROMOTED, _CAST, _FLAX, _DERIVED, _REDUCED, _OTHER = [
-    "half",
-    "promoted",
-    "cast",
-    "flax",
-    "derived",
-    "reduced",
-    "other",
-]
+_HALF, _PROMOTED, _CAST, _FLAX = "half", "promoted", "cast", "flax"
+_DERIVED, _REDUCED, _OTHER = "derived", "reduced", "other"
 
 
 def with_requests(jaxpr: Any, again: Callable[[], Any], half: np.dtype) -> Any:
@@ -354,11 +347,19 @@ def _inside(equation: Equation) -> Iterator[Any]:
 
 @functools.lru_cache(256)
 def _functions_of(file: str) -> dict[str, list[Any]]:
-    """Returns the code of the functions in a module's file, by their names."""
+    """Returns the code of the functions that a module's file defines, or imports from its package
+    or folder, by their names.
+    """
     found: dict[str, list[Any]] = {}
     modules = [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == file]
     held = [item for module in modules for item in vars(module).items()]
     held += [item for _, each in held if isinstance(each, type) for item in vars(each).items()]
+    packages = {m.__name__.split(".")[0] for m in modules} - {"__main__"}
+    near = {os.path.dirname(file), *(os.sep + package + os.sep for package in packages)}
+
+    def is_near(other: str) -> bool:
+        return not _is_library(other) and any(part in other for part in near)
+
     codes = []
     for name, value in held:
         if isinstance(value, functools.partial):
@@ -368,7 +369,7 @@ def _functions_of(file: str) -> dict[str, list[Any]]:
             codes.append(getattr(inspect.unwrap(value), "__code__", None))
     while codes:
         code = codes.pop()
-        if isinstance(code, types.CodeType) and code.co_filename == file:
+        if isinstance(code, types.CodeType) and is_near(code.co_filename):
             found.setdefault(code.co_name, []).append(code)
             codes += code.co_consts
     return found
