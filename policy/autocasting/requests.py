@@ -39,15 +39,16 @@ from policy.programs.jaxprs import (
 from policy.programs.thread import during, thread
 
 _SPEAKS = re.compile("astype|asarray|float32|f32|preferred_element_type|convert_element_type")
+_FLOAT32 = re.compile("float32|f32", re.IGNORECASE)
 _CASTS = {"astype", "_astype", "meth", "array", "asarray", "__call__", "convert_element_type"}
 _PLUMBING = re.compile(r"_convert_element_type|bind|process_primitive|current|cache_miss|reraise")
 _LAYERS = ("linear.py", "attention.py", "recurrent.py")
 _TREES = re.compile(r"jax._src.tree(_util)?\.py$")
 _SUMS = re.compile("reduce|cum|arg|sort")
 
-# The operands of a matmul in the second trace: compute_dtype, the same as JAX promoted it, cast to
-# float32 by a line or by Flax, computed from such values elementwise or with a sum, and others.
-_HALF, _PROMOTED, _CAST, _FLAX = "half", "promoted", "cast", "flax"
+# The operands of a matmul in the second trace: compute_dtype, the same as JAX promoted it, cast by
+# a line that names float32, computed from such values elementwise or with a sum, and others.
+_HALF, _PROMOTED, _CAST = "half", "promoted", "cast"
 _DERIVED, _REDUCED, _OTHER = "derived", "reduced", "other"
 
 
@@ -127,7 +128,7 @@ def _request(equation: Equation, operands: Sequence[str]) -> str:
     asked = equation.params.get("preferred_element_type")
     if found == {_HALF} and asked is not None and np.dtype(asked) == F32:
         return marks.UNROUNDED
-    if found == {_FLAX} or (_CAST in found and is_wide and _FLAX not in found):
+    if _CAST in found and is_wide:
         return marks.matmul_in_float32()
     both = found <= {_DERIVED, _REDUCED}
     return "told" if _CAST in found or _DERIVED in found or both else ""
@@ -181,7 +182,7 @@ class _Matmuls(list[Equation]):
         if name in primitives.MATMULS:
             self.append(equation)
             self.operands.append(values)
-            return values[:1] if set(values) == {_FLAX} else results
+            return results
         if results != [_OTHER] or marks.mark_of(equation) is not None:
             return results
         result = _of_float32(equation, values)
@@ -200,8 +201,6 @@ def _of_float32(equation: Equation, values: list[str]) -> str:
     name, floats = equation.primitive.name, [value for value in values if value]
     if name == "convert_element_type" and floats == [_HALF]:
         return _cast_by(equation)
-    if set(floats) == {_FLAX}:
-        return _FLAX
     if len(set(floats)) == 1 and (name in primitives.MOVES_DATA | primitives.BROADCASTS):
         return floats[0]
     scaled = [v for v, atom in zip(values, equation.invars, strict=True) if v and _rank(atom)]
@@ -217,21 +216,44 @@ def _rank(atom: Any) -> int:
 
 
 def _cast_by(equation: Equation) -> str:
-    """Returns who widened an operand: a line, Flax, or JAX by promotion."""
+    """Returns whether a line that names float32 widened an operand, or another, or JAX.
+
+    A dtype that is a field of a model, ``x.astype(self.dtype)``, or an argument of Flax's layers
+    is left to the policy.
+    """
     names: set[str] = set()
-    for code in _frames(equation)[0]:
+    for code, offset in zip(*_frames(equation), strict=True):
         file, name = code.co_filename, code.co_name
         if not file.startswith(_JAX):
-            by_line = bool(names & _CASTS) and not names - _CASTS
-            return _PROMOTED if not by_line else _FLAX if _is_library(file) else _CAST
+            is_cast = bool(names & _CASTS) and not names - _CASTS and not _is_library(file)
+            return _CAST if is_cast and _names_float32(code, offset) else _PROMOTED
         if not _PLUMBING.search(name) and not _TREES.search(file):
             names.add(name)
     return _PROMOTED
 
 
+def _names_float32(code: types.CodeType, offset: int) -> bool:
+    """Returns whether the source of a call says float32, or a function of it, `promote_types`."""
+    place = next(itertools.islice(code.co_positions(), offset // 2, None), (None,) * 4)
+    lines = linecache.getlines(code.co_filename)
+    if None in place or not lines:
+        return True
+    first, last, start, end = (int(each or 0) for each in place)
+    text = "".join(lines[first - 1 : last]).encode()
+    text = text[start : len(text) - len(lines[last - 1].encode()) + end].decode(errors="ignore")
+    is_local = re.search(r"[(,]\s*(dtype=)?\w+\)$", text) is not None
+    return bool(_FLOAT32.search(text)) or (is_local and "promote_types" in code.co_names)
+
+
 def is_of_jax(equation: Equation) -> bool:
     """Returns whether JAX put in a cast, for operands of two dtypes, and no line asks for it."""
-    return _cast_by(equation) == _PROMOTED
+    names: set[str] = set()
+    for code in _frames(equation)[0]:
+        if not code.co_filename.startswith(_JAX):
+            break
+        if not _PLUMBING.search(code.co_name):
+            names.add(code.co_name)
+    return not names & _CASTS or bool(names - _CASTS)
 
 
 def _marked(jaxpr: Any, said: dict[int, str], done: dict[int, Any]) -> Any:

@@ -36,6 +36,7 @@ MIXED, WIDER, LOUD = "mixed_bfloat16", "p=f32,c=bf16,o=f32", "obeyed|obeyed, tol
 COLUMNS = ("linen", "nnx", "port_linen", "port_nnx", "autocast")
 OURS, PORTS = COLUMNS[:2], COLUMNS[2:4]
 LINEN, NNX = COLUMNS[::2], (*COLUMNS[1::2], "autocast")
+FIELDS = Namespace(dtype=f32)  # of a model, for the policy to replace
 KEY, X, SHAPES = jax.random.key(0), jnp.ones((2, 5, 7)), {"a": (7, 8), "w": (8, 10), "b": (10, 13)}
 
 
@@ -307,6 +308,7 @@ BODIES: dict[str, tuple[Check, Callable[..., Any]]] = {
     "casts in einsum": (in_float32, lambda h, w: jnp.einsum("btd,df->btf", *cast(h, w))),
     "casts in a convolution": (in_float32, lambda h, w: conv(*cast(h, w))),
     "casts to promote_types": (in_float32, promote),
+    "casts to a field": (plain, lambda h, w: h.astype(FIELDS.dtype) @ w.astype(FIELDS.dtype)),
     "casts, and back": (only_in_float32, lambda h, w: cast_both(h, w).astype(h.dtype)),
     "x.astype(x.dtype)": (plain, lambda h, w: h.astype(h.dtype) @ w.astype(h.dtype)),
     "casts to f16": (

@@ -337,7 +337,10 @@ def test_microbatches_sum_the_gradient_of_a_table_exactly(wing, text, spec):
         assert np.all(expected[3] > 512)
 
         def step(params, batch):
-            loss = lambda params, batch: jnp.sum(apply(params, batch[0]) * batch[1])  # noqa: E731
+            def loss(params, batch):
+                y = apply(params, batch[0]) * batch[1]
+                return jnp.sum(y.astype(jnp.float32) if y.dtype.itemsize == 2 else y)
+
             return accumulate_gradients(value_and_grad(loss), params, split_batch(batch, 4))
 
         mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -39,7 +39,9 @@ casts in jax.custom_jvp; precision= in jax.custom_jvp; preferred= in jax.custom_
 x.astype(f32) * x.astype(f32)
 """,
     "autocast": """
-attention(dtype=f32); SimpleCell(dtype=f32); LSTMCell(dtype=f32); GRUCell(dtype=f32);
+Dense(dtype=f32); DenseGeneral(dtype=f32); Conv(dtype=f32); ConvTranspose(dtype=f32);
+Einsum(dtype=f32); Embed(dtype=f32).attend; attention(dtype=f32); SimpleCell(dtype=f32);
+LSTMCell(dtype=f32); GRUCell(dtype=f32);
 LayerNorm(force_float32_reductions=False)
 """,
     # After a block in which the same policy was obeyed; else they are told.

@@ -7,7 +7,8 @@ from tests.mpmodules.table.drawn_judge import faults
 from tests.mpmodules.table.running import DEPRECATIONS
 
 SCATTER = "ignore:scatter inputs have incompatible types:FutureWarning"  # Flax's, in float64
-pytestmark = [*DEPRECATIONS, pytest.mark.filterwarnings(SCATTER)]
+TOLD = "ignore:.*force_float32_reductions=False"  # it has no effect under a policy
+pytestmark = [*DEPRECATIONS, *map(pytest.mark.filterwarnings, (SCATTER, TOLD))]
 FAST = (4, 5, 8, 9, 12, 15, 16, 17, 18, 21, 23, 25, 29, 31, 36, 37, 39, 44, 46, 56)
 # The matmul of a cotangent by values is rounded, and the mean that is taken from it is not: where a
 # query has one key, or one has all its weight, the difference is noise and not 0.

@@ -103,6 +103,7 @@ PRODUCTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*multiplies a value that was cast")
 @pytest.mark.parametrize("promotion", ["strict", "standard"])
 @POLICIES
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -121,7 +121,8 @@ def test_a_train_state_and_an_nnx_optimizer_hold_it():
 
     @nnx.jit
     def update(model, optimizer):
-        gradients = nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 64)))))(model)
+        loss = lambda model: jnp.sum(model(jnp.ones((2, 64))).astype(jnp.float32))  # noqa: E731
+        gradients = nnx.grad(loss)(model)
         optimizer.update(model, gradients)
 
     model = nnx.Linear(64, 128, rngs=nnx.Rngs(0), dtype_policy="bfloat16")

@@ -124,6 +124,7 @@ def half_ported_nnx() -> tuple[Any, ...]:
     ("wing", "model", "layer"),
     [("linen", half_ported_linen, "Dense"), ("nnx", half_ported_nnx, "Linear")],
 )
+@pytest.mark.filterwarnings("ignore:Net of flax")
 def test_a_module_that_an_import_of_flax_left_without_a_policy_is_named(wing, model, layer):
     with use_policy("bfloat16"):
         report = audit(*model())

@@ -265,7 +265,7 @@ def test_models_of_one_program_are_told_apart_by_their_classes():
     of_nnx = lambda g, c, x: c(g(x)).mean()  # noqa: E731
     seen = dots(audit(of_nnx, NnxGenerator(), NnxCritic(), X))
     assert seen == {"NnxGenerator:out", "NnxCritic:out"}
-    nnx.apply_policy(NnxCritic(), HALF, {"NnxCritic:out": "f32"})
+    _ = nnx.apply_policy(NnxCritic(), HALF, {"NnxCritic:out": "f32"})
     with pytest.raises(ValueError, match="'NnxGenerator:out' matched no module"):
         nnx.apply_policy(NnxCritic(), HALF, {"NnxGenerator:out": "f32"})
 
