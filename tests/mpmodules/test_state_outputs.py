@@ -30,7 +30,8 @@ def model_of(call: Any, api: str, **attributes: Any) -> Any:
         self.w = nnx.Param(W)
 
     members = {"__init__": start, "__call__": lambda self, *args: call(self.w[...], *args)}
-    return type("Net", (nnx.Module,), members | attributes)(dtype_policy=MIXED)
+    made: Any = type("Net", (nnx.Module,), members | attributes)
+    return made(dtype_policy=MIXED)
 
 
 def written(w: Any, x: Any, cache: Any) -> Any:
@@ -87,7 +88,7 @@ def test_outputs_in_keep_outputs_have_the_dtypes_of_their_arguments(api):
 
     carry = {"h": STATE}
     if api == "linen":
-        net = Linen(dtype_policy=MIXED)
+        net: Any = Linen(dtype_policy=MIXED)
         y, kept = net.apply({"params": {"w": W}}, X, carry=carry)
     else:
         found = Nnx(dtype_policy=MIXED)(X, carry)
