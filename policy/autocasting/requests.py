@@ -64,14 +64,13 @@ def with_requests(jaxpr: Any, again: Callable[[], Any], half: np.dtype) -> Any:
     """
     if not is_half(half) or thread.traced_dtype is not None or thread.is_summary:
         return jaxpr
-    said = dict.fromkeys(map(id, _kept_results(opened(jaxpr)[0])), marks.UNROUNDED)
-    first = _Matmuls.of(jaxpr)
-    if _speaks(first):
-        said |= _said(first, again, half)
-    return _marked(jaxpr, said, {}) if any(said.values()) else jaxpr
+    first: list[Equation] = []
+    kept = dict.fromkeys(map(id, _matmuls_and_kept(opened(jaxpr)[0], first)), marks.UNROUNDED)
+    said = kept | (_said(first, again, half) if _speaks(first) else {})
+    return _marked(jaxpr, said, {}) if said else jaxpr
 
 
-def _said(first: _Matmuls, again: Callable[[], Any], half: np.dtype) -> dict[int, str]:
+def _said(first: Sequence[Equation], again: Callable[[], Any], half: np.dtype) -> dict[int, str]:
     """Returns the marks of matmuls by their identities, and warns of open ones."""
     settings = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
     try:
@@ -95,13 +94,36 @@ def _said(first: _Matmuls, again: Callable[[], Any], half: np.dtype) -> dict[int
     return {number: mark for number, mark in said.items() if mark}
 
 
-def _kept_results(body: OpenJaxpr) -> Iterator[Equation]:
-    """Yields the matmuls that make results of modules whose own policy returns them unrounded."""
+def _matmuls_and_kept(body: OpenJaxpr, found: list[Equation]) -> list[Equation]:
+    """Adds the matmuls of a program to `found`, in the order of `_Matmuls`, and returns those that
+    make results of modules whose own policy returns them unrounded.
+    """
+    atoms, kept = [], []
+    for equation in equations_of(body):
+        name = equation.primitive.name
+        if name in primitives.CASTS:
+            atoms += equation.invars if marks.mark_of(equation) == marks.KEPT else ()
+        elif name in primitives.MATMULS:
+            if not _is_of_layer(equation):
+                found.append(equation)
+        elif (inside := subprograms(equation)) and not _is_of_layer(equation):
+            for one in inside:
+                if one.is_run and one.operands is not None:
+                    kept += _matmuls_and_kept(one.body, found)
+    return [*kept, *_makers_of(body, atoms)] if atoms else kept
+
+
+def _is_of_layer(equation: Equation) -> bool:
+    stack = equation.source_info.name_stack.stack
+    return any(getattr(scope, "name", None) == marks.LAYER for scope in stack)
+
+
+def _makers_of(body: OpenJaxpr, atoms: list[Any]) -> Iterator[Equation]:
+    """Yields the matmuls that some values are made by, up to elementwise operations and moves."""
     makers = {
         variable: equation for equation in equations_of(body) for variable in equation.outvars
     }
     seen: set[int] = set()
-    atoms = [e.invars[0] for e in equations_of(body) if marks.mark_of(e) == marks.KEPT]
     while atoms:
         atom = atoms.pop()
         equation = None if isinstance(atom, jex_core.Literal) else makers.get(atom)
@@ -112,9 +134,6 @@ def _kept_results(body: OpenJaxpr) -> Iterator[Equation]:
             yield equation
         elif equation.primitive.name in primitives.ELEMENTWISE | primitives.MOVES_DATA:
             atoms += equation.invars
-    for equation in equations_of(body):
-        for one in subprograms(equation):
-            yield from _kept_results(one.body)
 
 
 def retracing(scope: Scope, half: np.dtype) -> Scope:
@@ -169,8 +188,8 @@ class _Matmuls(list[Equation]):
 
     def _results(self, equation: Equation, values: list[str]) -> list[str]:
         results = [_of(v.aval) for v in equation.outvars]
-        name, stack = equation.primitive.name, equation.source_info.name_stack.stack
-        if any(getattr(scope, "name", None) == marks.LAYER for scope in stack):
+        name = equation.primitive.name
+        if _is_of_layer(equation):
             return results
         inside = subprograms(equation)
         for one in inside:
@@ -327,31 +346,40 @@ def _writers(equation: Equation) -> set[Any]:
 def _speaks(equations: Sequence[Equation]) -> bool:
     """Returns whether a function that runs a matmul, or one that it calls, names a cast.
 
-    A layer of Flax's may have been given a dtype anywhere in the file that calls it.
+    A layer of Flax's may have been given a preferred_element_type anywhere in the file that calls
+    it.
     """
     inside = [list(_inside(equation)) for equation in equations]
     for codes in inside:
         files = {code.co_filename for code in codes}
-        if any(map(_is_layers, files)) and any(map(_names_cast, files)):
+        if any(map(_is_layers, files)) and any(map(_asks_for_results, files)):
             return True
-    left = [code for codes in inside for code in codes if not _is_flax(code.co_filename)]
-    seen: set[Any] = set()
-    while left:
-        code = left.pop()
-        if code in seen:
-            continue
-        seen.add(code)
-        known, names = _functions_of(code.co_filename), (*code.co_names, *code.co_freevars)
-        left += (found for name in names for found in known.get(name, ()))
-        left += (each for each in code.co_consts if isinstance(each, types.CodeType))
-        said = (*code.co_names, *(str(each) for each in code.co_consts if _is_text(each)))
-        if any(map(_SPEAKS.search, said)):
-            return True
-    return False
+    own = {code for codes in inside for code in codes if not _is_flax(code.co_filename)}
+    around = [each for code in own for each in _with_nested(code)]
+    called = {
+        found
+        for code in around
+        for name in (*code.co_names, *code.co_freevars)
+        for found in _functions_of(code.co_filename).get(name, ())
+    }
+    codes = (*around, *(each for code in called - own for each in _with_nested(code)))
+    return any(
+        _SPEAKS.search(said)
+        for code in codes
+        for said in (*code.co_names, *(str(each) for each in code.co_consts if _is_text(each)))
+    )
 
 
-def _names_cast(file: str) -> bool:
-    return not _is_flax(file) and any(map(_SPEAKS.search, linecache.getlines(file)))
+def _with_nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _with_nested(each)
+
+
+def _asks_for_results(file: str) -> bool:
+    text = "".join(linecache.getlines(file))
+    return not _is_flax(file) and "preferred_element_type" in text
 
 
 def _is_text(constant: Any) -> bool:
