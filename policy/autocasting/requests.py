@@ -1,4 +1,4 @@
-"""What an author's lines say of matmuls: casts of operands to float32, and float32 results.
+"""Requests of an author's lines about matmuls: casts of operands to float32, float32 results.
 
 A trace in float32 shows neither, since JAX leaves out a cast that changes nothing. Where the source
 of a matmul speaks of dtypes, its function is traced once more, abstractly and in compute_dtype.
