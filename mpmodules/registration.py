@@ -11,8 +11,6 @@ from flax import nnx as flax_nnx
 from flax import serialization
 
 from mpmodules.calls.boundary import is_reference
-from mpmodules.functions.fused_attention import known_obstacle
-from mpmodules.layers.attention_calls import fused_in_own_code
 from mpmodules.tracing.names import noting_modules
 from mpmodules.tracing.nnx_pure_calls import is_no_parameter, lowered
 from policy.grads.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
@@ -30,8 +28,6 @@ class _Flax:
     is_reference = staticmethod(is_reference)
     is_no_parameter = staticmethod(is_no_parameter)
     eval_shape = staticmethod(flax_nnx.eval_shape)
-    attention_obstacle = staticmethod(known_obstacle)
-    fused_attention = staticmethod(fused_in_own_code)
 
 
 def register() -> None:

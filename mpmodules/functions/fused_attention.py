@@ -72,7 +72,6 @@ def fused_kernel(
     precision: PrecisionLike = None,
     soft_cap: float | None = None,
     attention_axes: PartitionSpec | None = None,
-    formula: Attention | None = None,
     obstacles: dict[str, bool],
 ) -> Choice:
     """Chooses the kernel to compute attention with.
@@ -97,8 +96,6 @@ def fused_kernel(
       precision: None, which alone the kernels have.
       soft_cap: limits the logits, or None; cuDNN's kernel has none.
       attention_axes: the mesh axes of queries, (B, T, N, H); None for those of the policy's scope.
-      formula: computes the attention in a program for other platforms than the kernel's; None is
-        `mpmodules.functions.attention.dot_product_attention`.
       obstacles: other features that no kernel has, by name, and whether each is asked for.
 
     Raises:
@@ -156,7 +153,7 @@ def fused_kernel(
     lengths = query.shape[-3], key.shape[-3]
     hides = _may_hide_all_keys(how, pairs.segments, *lengths)
     kernel = _kernel_with_uniform_rows if hides else splash_attention
-    return Choice(_splash(kernel, how, pairs.segments, formula), "splash")
+    return Choice(_splash(kernel, how, pairs.segments), "splash")
 
 
 def _known_pairs(
@@ -170,24 +167,6 @@ def _known_pairs(
     unknown = "a mask that is not known while tracing, or differs within the batch"
     by_shard = "a mask that differs between heads, which are sharded"
     return pairs, {unknown: found is None, by_shard: by_head and split}
-
-
-def known_obstacle(query: Any, key: Any, value: Any) -> str:
-    """Returns what keeps every kernel from an attention of some shapes and dtypes; "" for nothing.
-
-    Args:
-      query, key, value: abstract arrays; see `fused_kernel`.
-
-    Example:
-      >>> x = jax.ShapeDtypeStruct((2, 100, 4, 8), jnp.bfloat16)
-      >>> fused_attention.known_obstacle(x, x, x)
-      '100 queries and 100 keys (both should be multiples of 128)'
-    """
-    if query.dtype not in (jnp.float16, jnp.bfloat16):
-        return f"{query.dtype.name} queries"
-    if _fits_cudnn(query, key, value, None, None):
-        return ""
-    return _listed(_splash_obstacles(query, key, value, None))
 
 
 def _listed(obstacles: dict[str, bool]) -> str:
@@ -207,14 +186,10 @@ def _refuse(implementation: str, obstacles: dict[str, bool]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _splash(
-    kernel: Callable[..., Array], how: Splash, segments: Segments | None, formula: Attention | None
-) -> Attention:
+def _splash(kernel: Callable[..., Array], how: Splash, segments: Segments | None) -> Attention:
     """Returns splash attention of the pairs that are kept."""
     run: Any = functools.partial(kernel, how)
-    if formula is not None and not how.insists:
-        run = functools.partial(_on_tpu, kernel, how, formula=lambda *x: formula(*x[:3]))
-    elif not how.insists:
+    if not how.insists:
         run = cached_inline_jit(_on_tpu, kernel, how)
     ids = () if segments is None else (segments.query, segments.key)
     repeats = 1 if how.shards is None else how.shards.repeats
@@ -227,15 +202,10 @@ def _splash(
     return attend
 
 
-def _on_tpu(
-    kernel: Callable[..., Array],
-    how: Splash,
-    *operands: Array,
-    formula: Callable[..., Array] | None = None,
-) -> Array:
-    """Runs the kernel in a program that is lowered for TPUs, a formula in others."""
+def _on_tpu(kernel: Callable[..., Array], how: Splash, *operands: Array) -> Array:
+    """Runs the kernel in a program that is lowered for TPUs, XLA's formula in others."""
     run = functools.partial(kernel, how)
-    return lax.platform_dependent(*operands, tpu=run, default=formula or how.formula)
+    return lax.platform_dependent(*operands, tpu=run, default=how.formula)
 
 
 def _kernel_with_uniform_rows(

@@ -42,7 +42,7 @@ def reduction_dtype() -> np.dtype:
 
 
 def layer_in_own_code(function: F) -> F:
-    """Makes an attention function a layer inside of a trace of a user's own code.
+    """Makes an attention function a layer inside of a trace of a user's own code or of autocast.
 
     The trace is in float32. There the function casts its operands to compute_dtype of the policy in
     force, and returns float32 to the code around it. A call with a `dtype=` is left alone.
@@ -51,36 +51,23 @@ def layer_in_own_code(function: F) -> F:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        scope, policy = current_scope(), current_policy()
-        if not scope.traces_own_code or policy is None or policy.compute_dtype.itemsize >= 4:
+        scope = current_scope()
+        policy = current_policy() if scope.traces_own_code else scope.attention_policy
+        if policy is None or policy.compute_dtype.itemsize >= 4:
             return function(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         if given.get("dtype") is not None:
             return function(*args, **kwargs)
         for name in _OPERANDS & given.keys():
             given[name] = cast_array(given[name], policy.compute_dtype)
-        with enter(dataclasses.replace(scope, traces_own_code=False)), marks.layer():
+        inside = dataclasses.replace(
+            scope, policy=policy, traces_own_code=False, attention_policy=None
+        )
+        with enter(inside), marks.layer():
             out = function(**given)
         return marks.returned(out)
 
     return wrapped  # pyright: ignore[reportReturnType]
-
-
-def fused_in_own_code(
-    query: Array, key: Array, value: Array, *, reduction_dtype: np.dtype, **options: Any
-) -> tuple[Callable[..., Array] | None, str]:
-    """Chooses the kernel for an attention that a user's own code writes.
-
-    Args:
-      query, key, value: in compute_dtype; see `mpmodules.functions.fused_attention.fused_kernel`.
-      **options: `bias`, `mask`, `precision`, `soft_cap` and `formula` of that function.
-
-    Returns:
-      A function of queries, keys and values, or None; and what an audit has of it.
-    """
-    options |= {"is_causal": False, "obstacles": {}, "reduction_dtype": reduction_dtype}
-    choice = fused_kernel(None, query, key, value, **options)
-    return choice.attend, choice.program
 
 
 def codes_and_scales(

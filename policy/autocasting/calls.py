@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
-from policy.autocasting.attention import with_given_masks
 from policy.autocasting.derivative_rules import custom_jvp, custom_vjp
 from policy.autocasting.evaluator import AutocastHandler, Evaluator
 from policy.autocasting.values import CastValue, Values, as_traced, bound, cast
@@ -53,8 +52,7 @@ def once_for_all_alike(handler: AutocastHandler, *, saves: bool = True) -> Autoc
     @functools.wraps(handler)
     def shared(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
         values = evaluator.saved(equation, values) if saves else values
-        is_repeated = id(held_program(equation)) in evaluator.places.repeated
-        if not is_repeated or with_given_masks(equation):
+        if id(held_program(equation)) not in evaluator.places.repeated:
             return handler(evaluator, equation, values)
         programs, key = evaluator.places.shared, _key(evaluator, equation, values)
         if key not in programs:

@@ -6,16 +6,13 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex_core
 import numpy as np
-from jax.extend import source_info_util
 
-from policy.autocasting.attention import UNDECIDED, grouped, kernel_of
 from policy.autocasting.operations import CastOperation, fits_in_range
 from policy.autocasting.regions import NOWHERE, Regions, regions_of
 from policy.autocasting.report import Report
@@ -27,19 +24,12 @@ from policy.programs import marks
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype, is_half
 from policy.programs.jaxprs import Equation, OpenJaxpr, equations_of, programs_of
 from policy.programs.paths import Path, path_of
-from policy.programs.primitives import DOTS, FORWARD_ADDITIONS, READS_LOGITS, REBUILT
-from policy.programs.rewriting.groups import Group, names_around
+from policy.programs.primitives import FORWARD_ADDITIONS, READS_LOGITS, REBUILT
 from policy.programs.rewriting.interpreter import Interpreter, readers_of
 from policy.programs.rewriting.outlining import is_part
 from policy.quantized.array import QuantizedArray, widened_layout
 
 AutocastHandler = Callable[["Evaluator", Any, Values], Values]
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_in_result(name_stack: Any) -> Any:
-    stack = marks.without(name_stack)
-    return marks.without_attention(stack) if marks.attention_of(stack) == UNDECIDED else stack
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,8 +50,6 @@ class Evaluator(Interpreter[CastValue]):
       regions: the normalisations of the program that is being run.
       readers: the primitives that read each of its variables, and how often; "" stands for the
         program's caller.
-      attentions: what an audit has of attentions that no kernel takes, by the identities of their
-        last equations.
       widened: the operands of a softmax's ``x - max(x)``, read in float32, so that the maximum is
         one of the same numbers.
     """
@@ -76,7 +64,6 @@ class Evaluator(Interpreter[CastValue]):
     is_whole: bool = False
     regions: Regions = NOWHERE
     readers: dict[Any, collections.Counter[str]] = dataclasses.field(default_factory=dict)
-    attentions: dict[int, str] = dataclasses.field(default_factory=dict)
     widened: set[Any] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -168,51 +155,17 @@ class Evaluator(Interpreter[CastValue]):
         inner = copy.copy(self)
         inner.regions, inner.readers = regions, readers_of(jaxpr)
         inner.widened = set()
-        matmuls = 0
         for each in equations_of(jaxpr):
-            matmuls += each.primitive.name in DOTS
             if each.primitive.name in FORWARD_ADDITIONS and inner._category(each) == "fp32":
                 inner.widened |= {v for v in each.invars if not isinstance(v, jex_core.Literal)}
         args = [inner._noted(v, value) for v, value in zip(jaxpr.invars, args, strict=True)]
-        program: Any = jaxpr
-        if self.report is None and matmuls > 1:  # a report tells of single equations
-            program, inner.attentions = grouped(jaxpr, self.settings, inner.place_of)
-        return super(Evaluator, inner).run(program, consts, args)
+        return super(Evaluator, inner).run(jaxpr, consts, args)
 
     def equation(self, equation: Equation, values: Values) -> Values:
-        if isinstance(equation, Group):
-            return self._attended(equation, values)
         # Widened where it is first read: a report attributes the cast to that module.
         values = [value.widened_param() if value.is_shared else value for value in values]
-        program = self.attentions.get(id(equation))
-        if program is None:
-            outputs = self._evaluated(equation, values)
-        else:
-            with marks.attention(program):
-                outputs = self._evaluated(equation, values)
+        outputs = self._evaluated(equation, values)
         return [self._noted(v, one) for v, one in zip(equation.outvars, outputs, strict=True)]
-
-    def _attended(self, group: Group, values: Values) -> Values:
-        """Evaluates an attention by a kernel, or its equations one by one."""
-
-        def each(values: Values) -> Values:
-            program: Any = group
-            return super(Evaluator, self).run(program, (), values)
-
-        def formula() -> Any:
-            # In a program of its own, which casts values again.
-            with source_info_util.reset_name_stack():
-                return each(self.refilled(values, self.flat(values)))[0].array
-
-        attend, program = kernel_of(
-            group, values, self.place_of(group.last), self.settings, formula
-        )
-        if attend is not None:
-            with marks.attention(program):
-                return [CastValue(attend())]
-        # The names of the equations take the place of that of the group.
-        with names_around(self.name_stack_of(group)), marks.attention(program):
-            return each(values)
 
     def _noted(self, variable: Any, value: CastValue) -> CastValue:
         """Returns a param, noted as shared if it is stored in half and read several times.
@@ -248,8 +201,8 @@ class Evaluator(Interpreter[CastValue]):
             self.report.note(self.path_of(equation), name, done, [value.array for value in outputs])
         return outputs
 
-    def name_stack_of(self, equation: Equation | Group) -> Any:
-        return _names_in_result(equation.source_info.name_stack)
+    def name_stack_of(self, equation: Equation) -> Any:
+        return marks.without(equation.source_info.name_stack)
 
     def path_of(self, equation: Equation) -> Path:
         return path_of(str(equation.source_info.name_stack), self.path, marks=True)

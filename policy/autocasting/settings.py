@@ -71,6 +71,13 @@ class Settings:
             )
         return category or "opaque"
 
+    @property
+    def attention_policy(self) -> Policy | None:
+        """The policy of attention functions, if it is one for all module paths and operations."""
+        is_ruled = self.rules is not None or self.policy.compute_dtype.itemsize >= F32.itemsize
+        is_usual = self.category("dot_general") == "compute" and self.category("exp") == "fp32"
+        return self.policy if is_usual and not is_ruled else None
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:

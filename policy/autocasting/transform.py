@@ -218,7 +218,9 @@ def _transformed(fn: Any, *, options: _Options, enabled: bool) -> Any:
 
     @functools.wraps(fn)
     def island(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(ISLAND):  # which a surrounding autocast leaves in float32
+        scope = dataclasses.replace(current_scope(), attention_policy=None)
+        # A surrounding autocast leaves it in float32.
+        with jax.named_scope(ISLAND), enter(scope):
             return fn(*args, **kwargs)
 
     return island
@@ -305,7 +307,14 @@ class _Autocast:
             return with_static(self.fn(*args, **kwargs))
 
         def rewritten(*arrays: Any) -> Any:
-            with refusing_sites(_name_of(self.fn)), during(autocast=self.options.policy):
+            attending = dataclasses.replace(
+                current_scope(), attention_policy=settings.attention_policy
+            )
+            with (
+                refusing_sites(_name_of(self.fn)),
+                during(autocast=self.options.policy),
+                enter(attending),
+            ):
                 compute, run = settings.policy.compute_dtype, flat
                 try:
                     jaxpr, shape = _traced_in_float32(run, arrays)

@@ -94,6 +94,8 @@ class Scope:
         reduction_dtype.
       backend: the platform and kind of the devices to trace for, if they are not the default ones.
       attention_axes: the axes of a mesh that split attention's queries, or None.
+      attention_policy: the policy of attention functions in code that autocast traces in float32,
+        outside of modules with policies; or None.
       options: other values that change the traces of a model under the policy; used as a key only.
       source: the provenance of the policy, for summaries. It is no part of the key.
     """
@@ -106,6 +108,7 @@ class Scope:
     in_full_precision: bool = False
     backend: tuple[str, str] | None = None
     attention_axes: PartitionSpec | None = None
+    attention_policy: Policy | None = None
     options: Hashable = None
     source: Source = dataclasses.field(default=Source("global"), compare=False)
 
@@ -134,7 +137,9 @@ class Scope:
 
     def inside(self, policy: Policy | None) -> Scope:
         """Returns the scope for the body of a call that crossed into `policy`."""
-        return dataclasses.replace(self, policy=policy, boundary_open=policy is not None)
+        return dataclasses.replace(
+            self, policy=policy, boundary_open=policy is not None, attention_policy=None
+        )
 
     def returned(self, policy: Policy) -> Policy:
         """Returns the policy whose output_dtype holds for a call that crossed into `policy`."""
@@ -601,6 +606,8 @@ class _Island(Block):
     def _opened(self) -> Iterator[None]:
         scope = current_scope()
         policy = in_island(scope.policy)
-        inside = dataclasses.replace(scope, policy=policy, in_full_precision=True)
+        inside = dataclasses.replace(
+            scope, policy=policy, in_full_precision=True, attention_policy=None
+        )
         with jax.named_scope(ISLAND), enter(inside), multiplying(policy, scope.policy):
             yield

@@ -40,21 +40,6 @@ class Framework(Protocol):
         """Returns the shapes of what a function builds."""
         ...
 
-    def attention_obstacle(self, query: Any, key: Any, value: Any) -> str:
-        """Returns what keeps fused kernels from an attention of some shapes; "" for nothing."""
-        ...
-
-    def fused_attention(
-        self, query: Any, key: Any, value: Any, **options: Any
-    ) -> tuple[Callable[..., Any] | None, str]:
-        """Returns a fused kernel for an attention, or None, and the text that an audit has of it.
-
-        The operands are (batch..., positions, heads, width). The options: `bias`, `mask`,
-        `precision`, `soft_cap`, `reduction_dtype`, and `formula`, which computes the attention
-        where a program is lowered for another platform.
-        """
-        ...
-
 
 FRAMEWORKS: list[Framework] = []
 

@@ -97,14 +97,6 @@ def attention_of(name_stack: Any) -> str | None:
     return [*_attentions][int(found[-1])] if found else None
 
 
-@functools.lru_cache(maxsize=4096)
-def without_attention(name_stack: Any) -> Any:
-    """Returns a name stack of JAX's without `attention` marks."""
-    scopes = name_stack.stack
-    kept = (scope for scope in scopes if not getattr(scope, "name", "").startswith(_ATTENTION))
-    return type(name_stack)(tuple(kept))
-
-
 @functools.cache
 def _name_of(dtype: np.dtype, matmul: Hashable, precision: str | None) -> str:
     name = f"{_COMPUTE}{dtype.name}"

@@ -316,7 +316,6 @@ class _Staged(Generic[V]):
     Args:
       body: the body.
       arrays: its arguments, or their shapes.
-      closed: the places of arguments that it closes over, which are no arguments of its program.
 
     Attributes:
       jaxpr: its program.
@@ -324,13 +323,8 @@ class _Staged(Generic[V]):
       notes: shapes of the notes of the body.
     """
 
-    def __init__(self, body: Body[V], arrays: Sequence[Any], closed: Sequence[int] = ()):
-        def run(*given: Any) -> Any:
-            rest = iter(given)
-            return body(*(x if i in closed else next(rest) for i, x in enumerate(arrays)))
-
-        given = [x for i, x in enumerate(arrays) if i not in closed]
-        self.jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*given)
+    def __init__(self, body: Body[V], arrays: Sequence[Any]):
+        self.jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(*arrays)
         self.outputs, self.notes = body.outputs, shapes[1]
         self._structure = jax.tree.structure(shapes)
 
@@ -367,15 +361,11 @@ def rebound(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]
     """
     (program,), arrays = subprograms(equation), run.flat(values)
     body = Body(run.inside(equation), program, values, run.merge(equation, values))
+    staged = _Staged(body, arrays)
+    jaxpr = staged.jaxpr
     if program.role == "remat":
-        # Masks are closed over: a kernel of attention reads them from the equations that make them.
-        masks = [i for i, array in enumerate(arrays) if array.dtype == bool]
-        staged = _Staged(body, arrays, masks)
-        jaxpr, consts = with_consts_as_arguments(staged.jaxpr)
-        arrays = [*consts, *(array for i, array in enumerate(arrays) if i not in masks)]
-    else:
-        staged = _Staged(body, arrays)
-        jaxpr = staged.jaxpr
+        jaxpr, consts = with_consts_as_arguments(jaxpr)
+        arrays = [*consts, *arrays]
     outputs, notes = staged.returned(bind(equation, arrays, with_subprograms(equation, [jaxpr])))
     run.notes.update(notes)
     return run.refilled(body.outputs, outputs)

@@ -187,7 +187,7 @@ def test_layers_run_it_under_scan_remat_and_vmap(wing):
 class Own(linen.Module):
     @linen.compact
     def __call__(self, query, key, value):
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        return nnx.dot_product_attention(query, key, value, is_causal=True)
 
 
 @pytest.mark.parametrize(
