@@ -38,7 +38,6 @@ OF_RESULTS = {
     "policy.inspect.estimate.rows.Exchange",
     "policy.inspect.estimate.targets.Target",
     "policy.inspect.runs.advice_kinds.Advice",
-    "policy.inspect.suggest.eight_bits.LayerEvidence",
     "policy.inspect.suggest.front.FrontPoint",
     "policy.inspect.suggest.suggestion.Evidence",
 }

@@ -43,7 +43,6 @@ from policy.inspect.estimate.estimate import estimate
 from policy.inspect.estimate.search import MOST_COMPILES
 from policy.inspect.estimate.targets import Target
 from policy.inspect.runs.advice import ADVICE_KINDS
-from policy.inspect.suggest.eight_bits import SMALLEST
 from policy.inspect.suggest.on_target import require_timed
 from policy.inspect.suggest.suggest import POINTS, suggest
 from policy.inspect.traced.call import checked_policy
@@ -133,10 +132,6 @@ _AUDIT = {
 _SUGGEST = {
     **_POLICY,
     "--error": _option("ERROR", "the relative error allowed; optional with --on", type=float),
-    "--matmul": _option("TEXT", "8-bit matmuls to try for layers, such as f8 or i8"),
-    "--smallest": _number(
-        "SIZE", SMALLEST, "the smallest contraction and output size for a layer in 8 bits"
-    ),
     "--on": _option("TARGET", "get cost from a target's compiler, such as v5e:1x1 or h100"),
     "--points": _number(
         "COUNT", POINTS, "the largest number of points of the front; each compiles a program"
@@ -310,7 +305,6 @@ def _suggest(options: argparse.Namespace) -> int:
     """Finds the modules to keep in float32, so that the error stays within a budget.
 
         python -m policy suggest net.py:example --error 0.02 --policy mixed_bfloat16
-        python -m policy suggest net.py:example --error 0.05 --policy mixed_bfloat16 --matmul f8
         python -m policy suggest net.py:example --policy mixed_bfloat16 --on v5e:1x1
 
     With --on, cost comes from the compiler of a TPU or GPU, which need not be present. The front of
@@ -327,7 +321,7 @@ def _suggest(options: argparse.Namespace) -> int:
     fn, args, kwargs = _call_of(options)
     args, kwargs = jax.tree.map(_filled, (tuple(args), kwargs))
     policy, params = _policy_of(options), _params_of(options)
-    chosen = ("error", "backward", "matmul", "smallest", "on", "points")
+    chosen = ("error", "backward", "on", "points")
     asked = {name: getattr(options, name) for name in chosen}
     with running_users_code(f"{options.target} can't be run"):
         found = suggest(fn, *args, policy=policy, params=params, **asked, **kwargs)

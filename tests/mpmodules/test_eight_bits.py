@@ -607,24 +607,6 @@ def test_code_without_a_trace_in_float32_is_compared_with_itself_without_the_cod
     assert found.error == pytest.approx(real, rel=1e-2) and real > 5e-3
 
 
-def test_suggest_keeps_convolutions_out():
-    class Image(linen.Module):
-        @linen.compact
-        def __call__(self, x: Any) -> Any:
-            x = linen.relu(linen.Conv(32, (3,), name="conv")(x))
-            return linen.Dense(64, name="middle")(x)
-
-    run, params = loss_of(Image())
-    found = policy.suggest(
-        run, params, X, policy="mixed_bfloat16", matmul="i8", error=0.05, smallest=16
-    )
-    with use_policy("mixed_int8", found.rules):
-        report = policy.audit(run, params, X)
-    kinds = ("dot", "convolution")
-    operands = {op.path: op.operands for op in report.operations if op.kind in kinds}
-    assert operands == {"conv": ("bfloat16", "bfloat16"), "middle": ("int8", "int8")}
-
-
 OWG = "_overwrite_with_gradient"
 SQUARE = jnp.asarray(RNG.normal(size=(16, 16)), jnp.bfloat16)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from policy.core.rules import PolicyRules
 from policy.inspect.traced.call import short_text
 from policy.programs.paths import Path, divided, joined, once, spelled
-
-S = TypeVar("S", bound=Hashable)
 
 
 class ListeningRules(PolicyRules):
@@ -45,52 +43,51 @@ def reached_path(path: Path, modules: set[str] | None) -> Path:
 
 
 def patterns_of(
-    states: Mapping[Path, S], default: S, modules: set[str] | None = None
-) -> list[tuple[str, S]]:
-    """Returns the rules that give each path its state, as pairs of a pattern and a state.
+    is_wide: Mapping[Path, bool], modules: set[str] | None = None
+) -> list[tuple[str, bool]]:
+    """Returns patterns of the paths in float32, and of those in half precision inside of them.
 
     A rule applies to everything below the path that it matches, until another rule matches there.
 
     Args:
-      states: of all paths that matter.
-      default: the state that paths have without a rule.
+      is_wide: for each path that matters, whether it is in float32.
       modules: the paths that rules can name; None for all.
+
+    Returns:
+      Pairs of a pattern, and whether what it matches is in float32.
     """
-    prefixes = {path[:n] for path in states for n in range(1, len(path) + 1)}
-    said: dict[Path, S] = {}  # the path and state of each rule, outermost first
+    prefixes = {path[:n] for path in is_wide for n in range(1, len(path) + 1)}
+    ruled: dict[Path, bool] = {}  # the paths of rules, outermost first
     for path in sorted(prefixes, key=lambda path: (len(path), path)):
-        outer = [said[path[:n]] for n in range(1, len(path)) if path[:n] in said]
-        below = [state for other, state in states.items() if other[: len(path)] == path]
-        if path in states:
-            state = states[path]
-        elif len(below) > 1 and below[0] != default and all(one == below[0] for one in below):
-            # of a name with a "/" the first part may be no module
-            if reached_path(path, modules) != path:
-                continue
-            state = below[0]
+        outer = [ruled[path[:n]] for n in range(1, len(path)) if path[:n] in ruled]
+        below = [wide for other, wide in is_wide.items() if other[: len(path)] == path]
+        if path in is_wide:
+            wide = is_wide[path]
+        elif len(below) > 1 and all(below) and reached_path(path, modules) == path:
+            wide = True  # of a name with a "/" the first part may be no module
         else:
             continue
-        if state != (outer[-1] if outer else default):
-            said[path] = state
-    by_name = {spelled(path): state for path, state in said.items()}
+        if wide != (outer[-1] if outer else False):
+            ruled[path] = wide
+    by_name = {spelled(path): wide for path, wide in ruled.items()}
     return list(_folded(by_name, set(map(spelled, prefixes))))
 
 
-def _folded(said: Mapping[str, S], known: set[str]) -> Iterable[tuple[str, S]]:
+def _folded(ruled: Mapping[str, bool], known: set[str]) -> Iterable[tuple[str, bool]]:
     """Joins paths that differ only in numbers into one pattern, if it matches no other path."""
-    groups: dict[tuple[str, S], list[str]] = {}
-    for name, state in said.items():
-        groups.setdefault((re.sub(r"\d+", "#", name), state), []).append(name)
-    for (template, state), names in groups.items():
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for name, wide in ruled.items():
+        groups.setdefault((re.sub(r"\d+", "#", name), wide), []).append(name)
+    for (template, wide), names in groups.items():
         pattern = r"\d+".join(map(re.escape, template.split("#")))
         matched = {name for name in known if re.fullmatch(pattern, name)}
         if len(names) > 1 and matched == set(names):
-            yield pattern, state
+            yield pattern, wide
         else:
-            yield from _alternatives(names, state)
+            yield from ((one, wide) for one in _alternatives(names))
 
 
-def _alternatives(names: list[str], state: S) -> Iterable[tuple[str, S]]:
+def _alternatives(names: list[str]) -> Iterable[str]:
     """Yields a pattern for three or more paths that differ in one number.
 
     An example is ``layer_(?:3|7|9)/Dense_0``. Other paths each have their own pattern.
@@ -98,11 +95,11 @@ def _alternatives(names: list[str], state: S) -> Iterable[tuple[str, S]]:
     parts = [re.split(r"(\d+)", name) for name in names]
     differing = [i for i, column in enumerate(zip(*parts, strict=False)) if len(set(column)) > 1]
     if len(names) < 3 or len(differing) != 1:
-        yield from ((re.escape(name), state) for name in names)
+        yield from map(re.escape, names)
         return
     (i,) = differing
     before, after = ("".join(map(re.escape, part)) for part in (parts[0][:i], parts[0][i + 1 :]))
-    yield f"{before}(?:{'|'.join(part[i] for part in parts)}){after}", state
+    yield f"{before}(?:{'|'.join(part[i] for part in parts)}){after}"
 
 
 def code_of(rules: Iterable[tuple[Any, Any]]) -> str:

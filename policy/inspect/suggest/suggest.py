@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from policy.autocasting.parameters import ParamsArgument
-from policy.core.dtypes import ScaledMatmul
 from policy.core.policy import Policy
 from policy.core.scope import traced_for
 from policy.inspect.estimate.steps import MadeCall
 from policy.inspect.estimate.targets import Target
-from policy.inspect.suggest.applied import confirmed, suggestion_in_8_bits, suggestion_of
-from policy.inspect.suggest.eight_bits import SMALLEST, scaled_of, split_policy
+from policy.inspect.suggest.applied import confirmed, suggestion_of
 from policy.inspect.suggest.on_target import FrontSearch, require_timed
 from policy.inspect.suggest.patterns import ListeningRules
 from policy.inspect.suggest.suggestion import Suggestion
@@ -32,8 +30,6 @@ def suggest(
     policy: Policy | str | None = None,
     backward: bool = False,
     params: ParamsArgument = None,
-    matmul: ScaledMatmul | str | None = None,
-    smallest: int = SMALLEST,
     on: str | Target | None = None,
     mesh: Mapping[str, int] | None = None,
     shardings: Any = None,
@@ -79,13 +75,6 @@ def suggest(
         for its outputs.
       params: the arguments that are parameters, for gradients and for `autocast`; see
         `policy.audit`.
-      matmul: the 8-bit dtypes of matmuls of parameters, as in a policy's ``m=``: "f8", "i8". The
-        suggested policy then has ``m=``, and rules keep those layers out whose error would exceed
-        the budget, beside the paths that stay in float32. A policy with ``m=`` says the same. None:
-        no matmuls in 8 bits.
-      smallest: the least contraction and number of outputs of a layer that gains by 8 bits; smaller
-        ones are kept out. The default is where the compilers of accelerators count fewer cycles, by
-        the table in docs/eight_bits.md.
       on: the target whose compiler tells the cost, as for `policy.estimate`; one with cycles or
         published peaks. None: cost is a count of FLOPs and bytes.
       mesh, shardings: as for `policy.estimate`.
@@ -98,21 +87,20 @@ def suggest(
     Raises:
       TypeError: as `compare` does.
       RuntimeError: the target's compiler is not installed.
-      ValueError: an argument is malformed or goes with another that is missing; nothing that a rule
-        could name runs in half precision, or no layer that `matmul` is about; float32 itself is not
-        finite; no rules meet the budget, or none of those fits into the target's memory.
+      ValueError: an argument is malformed or goes with another that is missing; the policy has
+        ``m=``; nothing that a rule could name runs in half precision; float32 itself is not finite;
+        no rules meet the budget, or none of those fits into the target's memory.
     """
     on = Target(on) if isinstance(on, str) else on
     with contextlib.nullcontext() if on is None else traced_for(on.devices[0]):
-        policy, by = split_policy(checked_policy(policy), matmul)
-    _require(error, on, policy, by, (mesh, shardings), points)
+        policy = checked_policy(policy)
+    _require(error, on, policy, (mesh, shardings), points)
     budget = math.inf if error is None else float(error)
     call = Call.measured("suggest", fn, args, kwargs, params, 1.0 if backward else None)
     listening = ListeningRules()
     program = program_of(call, policy, listening)
     named = listening.heard if program.route == "scope" else None
-    scaled = None if by is None or policy is None else scaled_of(call, policy, by, program, named)
-    trial = Trial(call, policy, program, named, scaled)
+    trial = Trial(call, policy, program, named)
     with naming(trial.paths):
         if on is not None and policy is not None:
             made, layout = MadeCall(fn, args, kwargs, False), (mesh, shardings)
@@ -120,20 +108,11 @@ def suggest(
             return FrontSearch(trial, *of_call, points, budget).suggestion()
         search = trial.search(trial.costs)
         wide, rules, measured, attempts = confirmed(trial, search, budget)
-        found = suggestion_of(trial, search, wide, rules, budget, measured, attempts)
-        if scaled is None or policy is None:
-            return found
-        eight = policy.replace(matmul=by)
-        return suggestion_in_8_bits(trial, scaled, eight, wide, budget, smallest, found)
+        return suggestion_of(trial, search, wide, rules, budget, measured, attempts)
 
 
 def _require(
-    error: Any,
-    on: Target | None,
-    policy: Policy | None,
-    by: ScaledMatmul | None,
-    layout: tuple[Any, Any],
-    points: Any,
+    error: Any, on: Target | None, policy: Policy | None, layout: tuple[Any, Any], points: Any
 ) -> None:
     is_given = layout != (None, None) or points != POINTS
     is_error = isinstance(error, (int, float)) and not isinstance(error, bool)
@@ -145,8 +124,8 @@ def _require(
         ),
         "mesh=, shardings= and points= apply to a target, but on= is missing: pass it too, such as "
         "on='v5e:4x4'.": on is None and is_given,
-        f"suggest can't search with m={by and by.text} and on= together. Call it without m= first, "
-        "and then with matmul= and without on=.": on is not None and by is not None,
+        "suggest finds modules to keep in float32, and doesn't search in 8 bits, but the policy "
+        f"is {policy and policy.short!r}: give it without m=.": bool(policy and policy.matmul),
         "on= compiles the program under a policy and its rules, but policy= is missing: pass it "
         "too, such as policy='mixed_bfloat16'.": on is not None and policy is None,
         f"points should be a number of programs to compile, at least 3, but got {points!r}.": (

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from policy.core.rules import PolicyRules
-from policy.inspect.suggest.eight_bits import SMALLEST, LayerEvidence, lines_of
 from policy.inspect.suggest.front import FrontPoint, front_lines, plotted, unbeaten
 from policy.inspect.suggest.patterns import code_of
 
@@ -62,10 +61,6 @@ class Suggestion:
       route: the way the rules are applied: "scope" by layers that obey it, "autocast", or "as
         written".
       runs, compilations: the numbers of runs and compilations used.
-      matmul: the 8-bit matmuls that were asked for, as in ``m=``; "" for none. `policy` has ``m=``
-        if any layer may run in them.
-      smallest: the least contraction and number of outputs of a layer to run in 8 bits.
-      layers: for each layer that ``m=`` is about, the largest cost first.
       target: the devices that `points` are about; "" if `suggest` was given none.
       timing: the source of their seconds: "the compiler's cycles" or "a roofline of published
         peaks".
@@ -87,9 +82,6 @@ class Suggestion:
     route: str = "autocast"
     runs: int = 0
     compilations: int = 0
-    matmul: str = ""
-    smallest: int = SMALLEST
-    layers: tuple[LayerEvidence, ...] = ()
     target: str = ""
     timing: str = ""
     points: tuple[FrontPoint, ...] = ()
@@ -156,15 +148,13 @@ class Suggestion:
             alone = "-" if math.isnan(one.alone) else f"{one.alone:.3g}"
             kept = "  kept in float32" if one.keeps else ""
             lines.append(f"# {one.path:<50} {alone:>20} {one.cost / whole:>8.2%}{kept}")
-        return "\n".join([*lines, *lines_of(self.layers, self.matmul, self.smallest)])
+        return "\n".join(lines)
 
     def _headline(self) -> str:
         if math.isfinite(self.budget):
-            scales = any(layer.runs_in_8_bits for layer in self.layers)
-            them = f" them and m={self.matmul}" if scales else ""
             return (
                 f"# {self.of} within {self.budget:.3g} of float32: {self.error:.3g} with these "
-                f"rules, {self.without:.3g} without{them}"
+                f"rules, {self.without:.3g} without"
             )
         if self.chosen is None:
             return f"# no program fits on {self.target}"

@@ -14,7 +14,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.core.policy import Policy
-from policy.inspect.suggest.eight_bits import ScaledDots
 from policy.inspect.suggest.patterns import reached_path
 from policy.inspect.suggest.search import Search, WideModules
 from policy.inspect.traced.call import Call, Program
@@ -49,19 +48,13 @@ class Trial:
       outside: whether any half-precision operation is out of the reach of rules.
       modules: the paths that rules can name; None for all.
       runs: the number of runs so far.
-      scaled: the matmuls that may run in 8 bits, or None.
     """
 
     def __init__(
-        self,
-        call: Call,
-        policy: Policy | None,
-        program: Program,
-        modules: set[str] | None,
-        scaled: ScaledDots | None = None,
+        self, call: Call, policy: Policy | None, program: Program, modules: set[str] | None
     ):
         self.call, self.policy, self.program, self.modules = call, policy, program, modules
-        self.runs, self.scaled = 0, scaled
+        self.runs = 0
         shares, lost = _shares(program, modules)
         self.outside = () in shares
         self.paths = [path for path in shares if path]
@@ -77,19 +70,17 @@ class Trial:
         self.reference = self._outputs(self._wide)
         _require_finite(self.reference)
 
-    def flags(
-        self, wide: Iterable[int], in_8_bits: Iterable[int] = (), promotes: bool = True
-    ) -> Flags:
-        """Returns the flags of some candidates in float32 and some layers in 8 bits."""
-        layers = self.scaled.layers if self.scaled else ()
-        layers_in_8_bits = _chosen(in_8_bits, len(layers))
-        return Flags(_chosen(wide, len(self.paths)), np.array(promotes), layers_in_8_bits)
+    def flags(self, wide: Iterable[int], promotes: bool = True) -> Flags:
+        """Returns the flags of some candidates in float32."""
+        chosen = np.zeros(len(self.paths) + 1, bool)
+        chosen[[i + 1 for i in wide]] = True
+        return Flags(chosen, np.array(promotes))
 
     def emulated(self, flags: Any, *arrays: Any, is_native: bool = False) -> list[Any]:
         """Returns the measured arrays of the program with its flags; see `Emulated`."""
         body, consts = opened(self.program.jaxpr)
         reference = self.program.reference
-        emulated = Emulated(flags, self.candidates, reference, self.scaled, is_native)
+        emulated = Emulated(flags, self.candidates, reference, is_native)
         given = [[PlacedValue([widen(array)]) for array in each] for each in (consts, arrays)]
         outputs = emulated.run(body, *given)
         return compared_floats(self.program, [output.arrays[0] for output in outputs])
@@ -109,19 +100,14 @@ class Trial:
             search.known[search.every] = 0.0
         return search
 
-    def measure(self, wide: WideModules, in_8_bits: Iterable[int] = ()) -> float:
-        """Returns the error with some candidates in float32, and some layers' matmuls in 8 bits."""
-        return self.error(self._outputs(self.flags(wide, in_8_bits)))
+    def measure(self, wide: WideModules) -> float:
+        """Returns the error with some candidates in float32."""
+        return self.error(self._outputs(self.flags(wide)))
 
     def measure_alone(self, i: int) -> float:
         """Returns the error with one candidate in half precision, without promotion."""
         others = set(range(len(self.paths))) - {i}
         return self.error(self._outputs(self.flags(others, promotes=False)))
-
-    def measure_8_bits_alone(self, layer: int) -> float:
-        """Returns the error with one layer's matmuls in 8 bits, and all else in float32."""
-        in_8_bits = self.flags((), (layer,)).in_8_bits
-        return self.error(self._outputs(self._wide._replace(in_8_bits=in_8_bits)))
 
     def error(self, outputs: Sequence[Any]) -> float:
         """Returns the error of the worst output, or of all gradients together.
@@ -132,13 +118,6 @@ class Trial:
         if self.program.gradients:
             sides = [[np.concatenate([np.ravel(array) for array in side])] for side in sides]
         return max(map(_relative, *sides))
-
-
-def _chosen(indices: Iterable[int], count: int) -> np.ndarray:
-    """Returns booleans of so many things, after one that is False."""
-    chosen = np.zeros(count + 1, bool)
-    chosen[[i + 1 for i in indices]] = True
-    return chosen
 
 
 def _exact(array: Any) -> np.ndarray:
@@ -221,18 +200,16 @@ def _is_in_half(equation: Equation) -> bool:
 
 
 class Flags(NamedTuple):
-    """The parts of a program that run in another precision.
+    """The parts of a program that run in float32.
 
     Attributes:
       wide: which candidates run in float32. The first is for paths that no rule reaches.
       promotes: whether operations promote; otherwise half precision stays half when mixed with
         float32, as in modules that cast their inputs.
-      in_8_bits: which layers of `ScaledDots` run in 8 bits, after one that is False.
     """
 
     wide: Any
     promotes: Any
-    in_8_bits: Any = False
 
 
 class Emulated(Upcast):
@@ -242,9 +219,8 @@ class Emulated(Upcast):
     whether it is in float32.
 
     Attributes:
-      flags: the parts in another precision.
+      flags: the parts in float32.
       candidates: the index of each path in the flags.
-      scaled: the matmuls that may run in 8 bits; None for none.
       is_native: whether half precision runs in its own dtype instead of rounded float32.
     """
 
@@ -253,13 +229,10 @@ class Emulated(Upcast):
         flags: Flags,
         candidates: Mapping[Path, int],
         reference: Reference = NO_REFERENCE,
-        scaled: ScaledDots | None = None,
         is_native: bool = False,
     ):
         super().__init__(reference=reference)
-        self.flags, self.candidates = flags, candidates
-        self.scaled, self.is_native = scaled, is_native
-        self._layers = {path: i + 1 for i, path in enumerate(scaled.layers if scaled else ())}
+        self.flags, self.candidates, self.is_native = flags, candidates, is_native
 
     def evaluated(self, equation: Equation, values: Sequence[PlacedValue]) -> list[PlacedValue]:
         atoms = (*equation.invars, *equation.outvars)
@@ -274,10 +247,6 @@ class Emulated(Upcast):
             stays = own if _decides(equation) else own | self.flags.promotes
             arrays = [rounded(a, d, stays) for a, d in zip(arrays, dtypes, strict=True)]
         outputs = bound_wide(equation, arrays)
-        if self.scaled is not None and id(equation) in self.scaled.cotangents:
-            layer = candidate_of(self.place_of(equation).path, self._layers)
-            product = self.scaled.product(equation, arrays)
-            outputs = [jnp.where(self.flags.in_8_bits[layer], product, outputs[0])]
         # Some backends sum these in half precision, unlike a float32 sum that is rounded.
         if self.is_native or name in ACCUMULATES:
             narrow = bind(equation, [narrowed(a, d) for a, d in zip(arrays, dtypes, strict=True)])

@@ -276,12 +276,10 @@ def test_a_file_is_found_by_its_path_whatever_its_name(hostile, capsys, name):
 
 @pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
 @pytest.mark.slow
-def test_layers_in_8_bits_are_suggested_for_shapes(model, capsys):
-    options = ["--policy", "mixed_bfloat16", "--matmul", "f8", "--smallest", "16"]
-    assert main(["suggest", f"{model}:linen_example", "--error", "0.06", *options]) == 0
-    printed = capsys.readouterr().out
-    assert 'use_policy("mixed_float8", rules)' in printed
-    assert "16x32  8 bits" in printed and "32x8  kept: too small to gain" in printed
+def test_rules_are_suggested_for_shapes(model, capsys):
+    options = ["--policy", "mixed_bfloat16", "--error", "0.06"]
+    assert main(["suggest", f"{model}:linen_example", *options]) == 0
+    assert 'use_policy("mixed_bfloat16", rules)' in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
