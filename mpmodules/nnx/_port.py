@@ -32,6 +32,7 @@ from policy.core.policy import Policy
 from policy.core.precedence import Effective, with_explicit_dtypes
 from policy.core.rules import PolicyRules
 from policy.core.scope import RulesLike, Source, current_scope
+from policy.programs.frameworks import PORTS
 from policy.programs.paths import joined
 
 M = TypeVar("M", bound=flax_nnx.Module)
@@ -342,3 +343,24 @@ def _is_container(module: Any) -> bool:
     """
     held = isinstance(module, flax_nnx.Dict | flax_nnx.bridge.ToNNX)
     return held or type(module) is flax_nnx.List
+
+
+def call_with_policy(
+    fn: Any, args: tuple[Any, ...], policy: Policy, rules: PolicyRules
+) -> tuple[Any, tuple[Any, ...]] | None:
+    """Returns a call of nnx modules as one of their copies by `apply_policy`; None without any."""
+
+    def is_model(leaf: Any) -> bool:
+        return isinstance(leaf, flax_nnx.Module)
+
+    def ported(leaf: Any) -> Any:
+        return apply_policy(leaf, policy, rules) if is_model(leaf) else leaf
+
+    owner = getattr(fn, "__self__", None)
+    if not any(map(is_model, jax.tree.leaves((fn, owner, args), is_leaf=is_model))):
+        return None
+    own = getattr(ported(owner), fn.__name__) if is_model(owner) else ported(fn)
+    return own, jax.tree.map(ported, args, is_leaf=is_model)
+
+
+PORTS.append(call_with_policy)

@@ -146,6 +146,7 @@ class Asked:
       obeyed: the requests of modules that obey a policy, by model and path.
       given: those of layers that were given a dtype as an argument, by model and path.
       remedies: the sentences on modules that can obey no policy, "" of others, by model and path.
+      of_models: the policies of whole models.
     """
 
     policy: Policy | None = None
@@ -154,6 +155,7 @@ class Asked:
     obeyed: dict[tuple[str, str], set[Request]] = dataclasses.field(default_factory=dict)
     given: dict[tuple[str, str], set[Request]] = dataclasses.field(default_factory=dict)
     remedies: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
+    of_models: set[Policy] = dataclasses.field(default_factory=set)
 
     def is_wide(self, path: Path) -> bool:
         """Returns whether the innermost request at a path is float32 or wider."""
@@ -231,6 +233,8 @@ def note_obeyed(model: str, path: str, policy: Policy | None) -> None:
     if asked is not None and policy is not None:
         asked.has_policies = True
         asked.obeyed.setdefault((model, path), set()).add(_of(policy))
+        if not path:
+            asked.of_models.add(policy)
 
 
 def note_given(model: str, path: str, dtype: DTypeLike | None) -> None:

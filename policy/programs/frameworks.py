@@ -43,10 +43,23 @@ class Framework(Protocol):
 
 FRAMEWORKS: list[Framework] = []
 
+Port = Callable[[Any, tuple[Any, ...], Any, Any], tuple[Any, tuple[Any, ...]] | None]
+PORTS: list[Port] = []
+"""Return a function and its arguments with a policy and rules applied to copies of the modules that
+captured a policy when they were built; None where there are no such modules.
+"""
+
 
 def is_reference(x: Any) -> bool:
     """Returns whether casts pass `x` on by identity, since a copy would lose state."""
     return any(framework.is_reference(x) for framework in FRAMEWORKS)
+
+
+def with_policy(
+    fn: Any, args: tuple[Any, ...], policy: Any, rules: Any
+) -> tuple[Any, tuple[Any, ...]] | None:
+    """Returns a call with a policy and rules applied to its modules, as one of `PORTS` does."""
+    return next(filter(None, (port(fn, args, policy, rules) for port in PORTS)), None)
 
 
 def make_jaxpr(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

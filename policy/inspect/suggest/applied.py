@@ -17,7 +17,7 @@ from policy.inspect.suggest.patterns import patterns_of
 from policy.inspect.suggest.search import Search, WideModules
 from policy.inspect.suggest.suggestion import Evidence, Suggestion
 from policy.inspect.suggest.trial import Trial, compared_floats
-from policy.inspect.traced.call import short_text
+from policy.inspect.traced.call import Program, short_text
 from policy.programs.paths import spelled
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def rules_for(trial: Trial, wide: WideModules) -> Choices:
     paths = trial.paths_of(wide)
     half, full = trial.policy or get_policy("mixed_bfloat16"), get_policy("float32")
     fulls = [full]
-    if trial.program.route == "scope" and trial.policy is not None:
+    if trial.program.route != "autocast" and trial.policy is not None:
         fulls.append(full.replace(output_dtype=trial.policy.compute_dtype))
     is_wide = {path: path in paths for path in trial.paths}
     named = patterns_of(is_wide, trial.modules)
@@ -62,16 +62,22 @@ def first_that_runs(choices: Choices, run: Callable[[PolicyRules], T]) -> tuple[
 
 def _error(trial: Trial, wide: WideModules, rules: PolicyRules) -> float:
     program, arrays = trial.program, trial.program.arguments.arrays
-    if program.route == "as written":
+    if program.route == "as written" and trial.ported is None:
         flags = trial.flags(wide, promotes=False)
         native = functools.partial(trial.emulated, is_native=True)
         outputs = program.compiled(native, flags)(flags, *arrays)
     else:
-        under = trial.call.under(trial.policy, rules if rules else None, program.route)
+        under = _under(trial, rules)
         run = jex_core.jaxpr_as_fun(under.jaxpr)
         floats = lambda *arrays: compared_floats(program, run(*arrays))  # noqa: E731
         outputs = program.compiled(floats)(*arrays)
     return trial.error(jax.device_get(outputs))
+
+
+def _under(trial: Trial, rules: PolicyRules) -> Program:
+    if trial.ported is not None:
+        return trial.ported(rules)
+    return trial.call.under(trial.policy, rules if rules else None, trial.program.route)
 
 
 def confirmed(

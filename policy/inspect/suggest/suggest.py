@@ -9,6 +9,8 @@ from typing import Any
 
 from policy.autocasting.parameters import ParamsArgument
 from policy.core.policy import Policy
+from policy.core.precedence import collecting
+from policy.core.rules import PolicyRules
 from policy.core.scope import traced_for
 from policy.inspect.estimate.steps import MadeCall
 from policy.inspect.estimate.targets import Target
@@ -17,7 +19,8 @@ from policy.inspect.suggest.on_target import FrontSearch, require_timed
 from policy.inspect.suggest.patterns import ListeningRules
 from policy.inspect.suggest.suggestion import Suggestion
 from policy.inspect.suggest.trial import Trial
-from policy.inspect.traced.call import Call, checked_policy, program_of
+from policy.inspect.traced.call import Call, Program, checked_policy, program_of
+from policy.programs.frameworks import with_policy
 from policy.programs.paths import naming
 
 POINTS = 5
@@ -69,8 +72,8 @@ def suggest(
       error: the allowed error relative to float32: norm of the difference / norm, of the worst
         output; or of all gradients together. It may be left out with `on`: the suggested rules are
         then those of the cheapest point.
-      policy: the policy to run under; with `on`, the dtype ``half`` is the target's. None: as it is
-        written, with its own half dtypes.
+      policy: the policy to run under; with `on`, the dtype ``half`` is the target's. None: the
+        policy that the model carries, or its own half dtypes.
       backward: whether the budget is for the gradients of the loss that the function returns, not
         for its outputs.
       params: the arguments that are parameters, for gradients and for `autocast`; see
@@ -97,10 +100,7 @@ def suggest(
     _require(error, on, policy, (mesh, shardings), points)
     budget = math.inf if error is None else float(error)
     call = Call.measured("suggest", fn, args, kwargs, params, 1.0 if backward else None)
-    listening = ListeningRules()
-    program = program_of(call, policy, listening)
-    named = listening.heard if program.route == "scope" else None
-    trial = Trial(call, policy, program, named)
+    trial = _trial(call, (fn, args, kwargs), policy, params)
     with naming(trial.paths):
         if on is not None and policy is not None:
             made, layout = MadeCall(fn, args, kwargs, False), (mesh, shardings)
@@ -109,6 +109,41 @@ def suggest(
         search = trial.search(trial.costs)
         wide, rules, measured, attempts = confirmed(trial, search, budget)
         return suggestion_of(trial, search, wide, rules, budget, measured, attempts)
+
+
+def _trial(call: Call, made: tuple[Any, Any, Any], policy: Policy | None, params: Any) -> Trial:
+    """Returns the compiled program with flags, and how rules are applied to it.
+
+    A model that carries a policy has rules in that policy: under its scope, or, if the model has
+    captured the policy, on a copy.
+
+    Args:
+      call: the call to measure.
+      made: its function, arguments and keyword arguments.
+      policy: the policy given.
+      params: as for `suggest`.
+    """
+    fn, args, kwargs = made
+    own = _carried(call) if policy is None else None
+    if own is not None and (known := with_policy(fn, args, own, PolicyRules())) is not None:
+
+        def ported(rules: PolicyRules) -> Program:
+            fn, args = with_policy(*made[:2], own, rules) or known
+            return Call.measured("suggest", fn, args, kwargs, params, call.loss_scale).program()
+
+        return Trial(call, own, program_of(call, None), None, ported)
+    listening = ListeningRules()
+    program = program_of(call, policy or own, listening)
+    return Trial(
+        call, policy or own, program, listening.heard if program.route == "scope" else None
+    )
+
+
+def _carried(call: Call) -> Policy | None:
+    """Returns the policy that the models of a call carry; None for none, and for several."""
+    with collecting(None, None) as asked:
+        call.program()
+    return next(iter(asked.of_models)) if len(asked.of_models) == 1 else None
 
 
 def _require(

@@ -50,8 +50,8 @@ class Suggestion:
 
     Attributes:
       rules: to use with the policy; empty if the policy by itself meets the budget.
-      policy: its text form, the short one if it has one; "" if the function is half precision as
-        written.
+      policy: its text form, the short one if it has one: the one given, or that which the model
+        carries; "" if the function is half precision by dtypes of its own.
       budget: the requested error; infinite if none was given.
       error: the measured error with the rules applied.
       emulated: the predicted error with the rules.
@@ -126,8 +126,10 @@ class Suggestion:
         how = {
             "scope": f'with use_policy("{self.policy}", rules): ...',
             "autocast": f'autocast(fn, "{self.policy}", rules=rules)',
-            "as written": "apply_policy(model, ..., rules), or the layers' own dtype arguments",
+            "as written": f'apply_policy(model, "{self.policy}", rules)',
         }[self.route]
+        if not self.policy:
+            how = "apply_policy(model, ..., rules), or the layers' own dtype arguments"
         head = self._headline()
         lines = [
             head,

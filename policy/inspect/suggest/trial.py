@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.core.policy import Policy
+from policy.core.rules import PolicyRules
 from policy.inspect.suggest.patterns import reached_path
 from policy.inspect.suggest.search import Search, WideModules
 from policy.inspect.traced.call import Call, Program
@@ -43,6 +44,8 @@ class Trial:
 
     Attributes:
       call, policy, program: what is measured.
+      ported: returns the program of the call with rules applied to its models, if they have
+        captured their policy; None if rules reach the modules by other means, or not at all.
       paths: the candidates.
       costs: the cost of each candidate in float32.
       outside: whether any half-precision operation is out of the reach of rules.
@@ -51,10 +54,15 @@ class Trial:
     """
 
     def __init__(
-        self, call: Call, policy: Policy | None, program: Program, modules: set[str] | None
+        self,
+        call: Call,
+        policy: Policy | None,
+        program: Program,
+        modules: set[str] | None,
+        ported: Callable[[PolicyRules], Program] | None = None,
     ):
         self.call, self.policy, self.program, self.modules = call, policy, program, modules
-        self.runs = 0
+        self.runs, self.ported = 0, ported
         shares, lost = _shares(program, modules)
         self.outside = () in shares
         self.paths = [path for path in shares if path]

@@ -11,7 +11,7 @@ from jax import lax
 
 from mpmodules import linen as nn
 from mpmodules import nnx
-from policy import PolicyRules, autocast, use_policy
+from policy import PolicyRules, autocast, get_policy, use_policy
 from policy.inspect.suggest.suggest import suggest
 from policy.inspect.suggest.trial import Emulated, Flags
 from policy.programs.rewriting.upcast import PlacedValue
@@ -230,6 +230,62 @@ def test_a_policy_that_a_built_nnx_model_does_not_obey_is_refused_with_the_way_o
     with pytest.raises(ValueError, match=r"No module .* obeys the policy given.* Leave out"):
         suggest(model, jnp.ones((2, 3)), error=1.0, policy="mixed_float16")
     assert suggest(model, jnp.ones((2, 3)), error=1.0).error < 1.0
+
+
+class Offset(nn.Module):
+    """Lines of its own lose digits in half precision, and its layer does not."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return (nn.Dense(8, name="dense")(x) + 300) - 300
+
+
+class Outer(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(8, name="head")(Offset(name="offset")(x))
+
+
+class NnxOffset(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return (self.dense(x) + 300) - 300
+
+
+class NnxOuter(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.offset, self.head = NnxOffset(rngs), nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.head(self.offset(x))
+
+
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_a_model_that_carries_its_policy_has_rules_in_it_and_their_error(
+    wing: str,
+) -> None:
+    x = normal(4, 8)
+    carried = "mixed_float16"
+    if wing == "linen":
+        outer = Outer(dtype_policy=carried)
+        variables = jax.jit(outer.init)(jax.random.key(0), x)
+        found = suggest(outer.apply, variables, x, error=1e-2)
+        with use_policy(carried, found.rules):
+            result = exactly(outer.apply)(variables, x)
+        truth = jax.jit(Outer().apply)(variables, x)
+    else:
+        model = NnxOuter(nnx.Rngs(0), dtype_policy=carried)
+        found = suggest(model, x, error=1e-2)
+        result = exactly(nnx.apply_policy(model, carried, found.rules))(x)
+        truth = nnx.apply_policy(model, "float32")(x)
+    assert found.policy == carried and f'"{carried}", rules)' in str(found)
+    policies = {str(pattern): policy for pattern, policy in found.rules}
+    assert set(policies) == {"offset", "offset/dense"}
+    assert policies["offset/dense"] == get_policy(carried)
+    assert found.error <= 1e-2 < found.without
+    assert relative(result, truth) == pytest.approx(found.error, rel=0.05)
 
 
 def test_the_carry_of_a_while_loop_is_rounded_where_its_flag_says_so() -> None:
