@@ -7,12 +7,11 @@
 
 A transformer of ours that obeys the scope's policy, and one of Flax's under autocast.
 
-flops    of the compiled comparison with gradients, by XLA's cost analysis, and of the float32
-         value_and_grad.
+flops    of the two compiled programs of a comparison with gradients, by XLA's cost analysis, and of
+         the float32 value_and_grad.
 memory   by XLA's memory analysis: what a program needs beside its arguments, temporaries and
-         results. The comparison returns numbers only, so for it the gradients are temporaries.
-         Forward: the bound is what float32 needs, and one layer: its parameters, what it needs, and
-         what it returns.
+         results. The values between modules are results of both programs of a comparison: they stay
+         in memory while the other one runs.
 time     of one run, the best of several, side by side. On CPU, half precision is float32 between
          casts.
 """
@@ -22,23 +21,21 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import autocast_models as models
 from benchmarks.table import Row, run
 from mpmodules import linen as nn
 from policy.core.policy import get_policy
-from policy.inspect.compare.compare import paired
-from policy.inspect.compare.dual_interpreter import Log
+from policy.inspect.compare.recorder import Log, recorded
 from policy.inspect.traced.call import Call, program_of
 
 POLICY = "mixed_bfloat16"
-FLOPS, GRADIENTS, TIME = 4.0, 1.5, 4.0
+FLOPS, FORWARD, GRADIENTS, TIME = 4.0, 30.0, 6.0, 4.0
 MIB = 2.0**20
 
 
@@ -91,51 +88,41 @@ class Case:
         return jax.tree.map(draw, shapes), tokens
 
 
-def comparison(fn: Callable[..., Any], arguments: Any, backward: bool) -> tuple[Any, Any]:
-    """The compiled program of a comparison, and its arguments."""
+def comparison(fn: Callable[..., Any], arguments: Any, backward: bool) -> tuple[list[Any], Any]:
+    """The compiled programs of a comparison, and their arguments."""
     call = Call.measured("compare", fn, arguments, {}, None, 1.0 if backward else None)
     program = program_of(call, get_policy(POLICY))
     arrays = program.arguments.arrays
-    return program.compiled(paired(program, Log())), arrays
+    runs = [recorded(Log(), program, dtypes) for dtypes in ("as written", "float32")]
+    return [jax.jit(run).lower(*arrays).compile() for run in runs], arrays
 
 
-def needed(compiled: Any) -> float:
-    """MiB beside the arguments."""
-    memory = compiled.memory_analysis()
-    return (
-        memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    ) / MIB
+def needed(programs: Sequence[Any]) -> float:
+    """MiB beside the arguments, of programs that run one after the other."""
+    memory = [compiled.memory_analysis() for compiled in programs]
+    results = sum(one.output_size_in_bytes - one.alias_size_in_bytes for one in memory)
+    return (max(one.temp_size_in_bytes for one in memory) + results) / MIB
 
 
-def gigaflops(compiled: Any) -> float:
-    costs = compiled.cost_analysis()
-    if costs is None:
+def gigaflops(programs: Sequence[Any]) -> float:
+    costs = [compiled.cost_analysis() for compiled in programs]
+    if None in costs:
         raise RuntimeError("This backend analyses no costs: run on CPU, with JAX_PLATFORMS=cpu.")
-    return costs["flops"] / 1e9
-
-
-def layer_memory(case: Case) -> float:
-    """MiB of one layer in float32: its parameters, what it needs, and what it returns."""
-    x = jax.ShapeDtypeStruct((case.batch, case.length, case.width), jnp.float32)
-    block = Block() if isinstance(case.model, Ours) else models.Block()
-    more = () if isinstance(case.model, Ours) else (None,)
-    variables = jax.eval_shape(lambda key, x: block.init(key, x, *more), jax.random.key(0), x)
-    compiled = jax.jit(lambda v, x: block.apply(v, x, *more)).lower(variables, x).compile()
-    return needed(compiled) + sum(leaf.size * 4 for leaf in jax.tree.leaves(variables)) / MIB
+    return sum(one["flops"] for one in costs) / 1e9
 
 
 def forward(case: Case) -> Row:
     """Memory of the forward pass."""
     arguments = case.arguments()
-    float32 = needed(jax.jit(case.forward).lower(*arguments).compile())
+    float32 = needed([jax.jit(case.forward).lower(*arguments).compile()])
     ours = needed(comparison(case.forward, arguments, backward=False)[0])
-    return Row("memory", f"{case.name}, forward", ours, float32, 1 + layer_memory(case) / float32)
+    return Row("memory", f"{case.name}, forward", ours, float32, FORWARD)
 
 
 def step(case: Case, times: int) -> Iterator[Row]:
     """FLOPs, memory and time with gradients."""
     arguments = case.arguments()
-    float32 = jax.jit(jax.value_and_grad(case.loss)).lower(*arguments).compile()
+    float32 = [jax.jit(jax.value_and_grad(case.loss)).lower(*arguments).compile()]
     ours, arrays = comparison(case.loss, arguments, backward=True)
     yield Row("flops", case.name, gigaflops(ours), gigaflops(float32), FLOPS)
     yield Row("memory", f"{case.name}, with gradients", needed(ours), needed(float32), GRADIENTS)
@@ -148,7 +135,7 @@ def _seconds(programs: dict[str, tuple[Any, Any]], times: int) -> dict[str, floa
     for _ in range(times + 1):
         for name, (compiled, arguments) in programs.items():
             start = time.perf_counter()
-            jax.block_until_ready(compiled(*arguments))
+            jax.block_until_ready([one(*arguments) for one in compiled])
             best[name] = min(best[name], time.perf_counter() - start)
     return best
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from policy.autocasting.parameters import ParamsArgument
 from policy.core.policy import Policy
-from policy.core.rules import RulesLike
+from policy.core.precedence import Asked, collecting
+from policy.core.rules import PolicyRules, RulesLike
 from policy.inspect.compare.comparison import Comparison, OperandCodes, Row, RowKind
-from policy.inspect.compare.dual_interpreter import Log, Measurement, Paired
-from policy.inspect.compare.recording import Recording
-from policy.inspect.compare.statistics import NAMES, has_nan, is_discrete, limit_of
+from policy.inspect.compare.recorder import Log, Measurement, Recording
+from policy.inspect.compare.statistics import NAMES, is_discrete, limit_of
 from policy.inspect.compare.two_programs import (
     beside_each_other,
+    beside_itself,
     name_of,
     other_program,
     require_alike,
@@ -36,13 +35,15 @@ from policy.programs.dtypes import F32, is_half
 from policy.programs.jaxprs import opened
 from policy.programs.paths import naming, spelled
 from policy.programs.reading.matmul_operands import CodedSide
+from policy.programs.reading.walk import walk
 from policy.programs.rewriting.upcast import (
     Device,
     ModulePass,
-    PlacedValue,
     dtypes_of,
+    is_in_passes,
     lost_prefixes,
     require_device,
+    rounds,
 )
 
 
@@ -63,10 +64,10 @@ def compare(
     With `beside`, the reference is another call instead.
 
     The reference is the same program in float32, with the constants of the function traced in
-    float32, which are not rounded. Both run in one compiled program, equation by equation. Values
-    that pass from one module to another, and the function's outputs, are reduced to a few numbers
-    on the device, in each step of a scan. Modules are linen's, nnx's, or parts named with
-    `jax.named_scope`. Callbacks to the host are called once, with the values of `policy`.
+    float32, which are not rounded. Each is compiled and run by itself. Values that pass from one
+    module to another, and the function's outputs, stay in memory until both have run, and are then
+    reduced to a few numbers on the device, in each step of a scan. Modules are linen's, nnx's, or
+    parts named with `jax.named_scope`. Callbacks to the host that return values are called in both.
 
     >>> import jax.numpy as jnp
     >>> import policy
@@ -108,7 +109,8 @@ def compare(
       TypeError: `fn` is not a function; there are no arrays, or only their shapes; `params` doesn't
         select arguments; with `backward`, there is no loss.
       ValueError: the policy is malformed, or can't be honoured here; `rules` without `policy`;
-        `loss_scale` is not positive, or `on` is no device; `params` names arguments where modules
+        the model carries a policy of another dtype; `loss_scale` is not positive, or `on` is no
+        device; `params` names arguments where modules
         hold the parameters; with `backward`, there is no floating argument; `beside` is a function
         and `policy` is given; the two functions return other trees or shapes.
     """
@@ -120,12 +122,33 @@ def compare(
         raise ValueError(f"loss_scale should be a positive number, but got {loss_scale!r}.")
     scale = float(loss_scale) if backward else None
     call = Call.measured("compare", fn, args, kwargs, params, scale)
+    with collecting(policy, rules) as asked:
+        program = call.under(policy, rules) if beside else program_of(call, policy, rules)
+    if policy is not None and program.route == "scope":
+        policy = obeyed_policy(policy, rules, asked)
     if beside is None:
-        found = _beside_float32(program_of(call, policy, rules), on)
+        found = _beside_float32(program, on)
     else:
         other = other_program(beside, fn, args, kwargs, policy, params, scale)
-        found = _beside_another((call.under(policy, rules), name_of(fn)), other, on)
+        found = _beside_another((program, name_of(fn)), other, on)
     return _comparison(found, name_of(fn), "" if policy is None else short_text(policy))
+
+
+def obeyed_policy(policy: Policy, rules: PolicyRules | None, asked: Asked) -> Policy:
+    """Returns the policy that the models of a call obey under the scope of a policy.
+
+    Raises:
+      ValueError: they carry policies that compute in another dtype.
+    """
+    given = [policy, *(each for _, each in rules or ())]
+    models = sorted(asked.of_models, key=str)
+    if models and all(one.compute_dtype not in [p.compute_dtype for p in given] for one in models):
+        raise ValueError(
+            f"policy={short_text(policy)!r} changes nothing here: the model obeys "
+            f"{short_text(models[0])!r}, which it was built under or has as its dtype_policy. "
+            "Leave out policy= to compare it as it is, or give a model without a policy."
+        )
+    return models[0] if len(models) == 1 and rules is None else policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,11 +173,19 @@ class _Measured:
 
 
 def _beside_float32(program: Program, on: Device | None) -> _Measured:
-    log, arrays = Log(), program.arguments.arrays
-    numbers, has_nan = jax.device_get(program.compiled(paired(program, log, on))(*arrays))
-    inputs = list(itertools.compress(program.arguments.names(), has_nan))
-    codes = tuple(_codes(log, numbers))
-    return _Measured(program, Findings(log, numbers, program), codes, inputs)
+    ours = Recording(program, on)
+    theirs = Recording(program, None, "float32") if _differs(program, on) else ours
+    log, numbers, _ = beside_itself(ours, theirs)
+    codes = tuple(_codes(log, ours.notes))
+    return _Measured(program, Findings(log, numbers, program), codes, ours.inputs_with_nan)
+
+
+def _differs(program: Program, on: Device | None) -> bool:
+    """Returns whether a program computes anything other than itself in float32."""
+    sites = list(walk(program.jaxpr))
+    in_half = any(rounds(site.equation) for site in sites)
+    in_passes = on is not None and any(is_in_passes(site.equation) for site in sites)
+    return in_half or in_passes or bool(program.codes.roundings)
 
 
 def _beside_another(
@@ -162,7 +193,7 @@ def _beside_another(
 ) -> _Measured:
     programs, names = (ours[0], theirs[0]), (ours[1], theirs[1])
     require_alike(*programs, names)
-    recordings = [Recording(program, on) for program in programs]
+    recordings = [Recording(program, on, follows_casts=True) for program in programs]
     log, numbers, alone = beside_each_other(*recordings)
     inputs = dict.fromkeys(name for one in recordings for name in one.inputs_with_nan)
     findings, alone = Findings(log, numbers, *programs), list(zip(names, alone, strict=True))
@@ -189,23 +220,6 @@ def _comparison(found: _Measured, name: str, policy: str) -> Comparison:
             found.beside,
             tuple(dict.fromkeys(spelled(place.path) for place in alone)),
         )
-
-
-def paired(program: Program, log: Log, on: Device | None = None) -> Any:
-    """Returns the function of the program's arrays that runs it and its float32 counterpart.
-
-    It returns the measurements, and for each input whether it contains NaN.
-    """
-
-    def run(*arrays: Any) -> tuple[dict[int, Any], list[Any]]:
-        both = Paired(log, program, on)
-        body, consts = opened(program.jaxpr)
-        given = [[PlacedValue([array]) for array in each] for each in (consts, arrays)]
-        outputs = both.run(body, *given)
-        both.returned(outputs, body.outvars)
-        return both.notes, [has_nan(array) for array in arrays]
-
-    return run
 
 
 # --------------------------------------------------------------------------------------------------

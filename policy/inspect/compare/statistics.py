@@ -27,7 +27,7 @@ NAMES = (
 )
 
 
-def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
+def measured(value: Any, reference: Any) -> Any:
     """Returns `NAMES` of an array against a reference, as a float32 vector.
 
     Half precision is widened to float32.
@@ -49,10 +49,9 @@ def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
 
     Args:
       value, reference: arrays of one shape.
-      axes: mesh axes over which each device has its own part of both.
     """
     if not jnp.issubdtype(value.dtype, jnp.inexact):
-        return _share(value, reference, axes)
+        return _share(value, reference)
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         value, reference = (
             jnp.stack([lax.real(array), lax.imag(array)]) for array in (value, reference)
@@ -60,18 +59,13 @@ def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
     tiny = float(jnp.finfo(value.dtype).tiny)
     dtypes = np.dtype(np.float32), value.dtype, reference.dtype
     wide = max(dtypes, key=lambda dtype: dtype.itemsize)
-    sums, largest = _reduced(value.astype(wide), reference.astype(wide), tiny)
-    if axes:
-        sums, largest = lax.psum(sums, tuple(axes)), lax.pmax(largest, tuple(axes))
-    return _named(sums, largest)
+    return _named(*_reduced(value.astype(wide), reference.astype(wide), tiny))
 
 
-def _share(value: Any, reference: Any, axes: Sequence[str]) -> Any:
+def _share(value: Any, reference: Any) -> Any:
     counts = jnp.stack([jnp.sum(value != reference), jnp.full((), value.size)]).astype(jnp.float32)
     sides = [jnp.abs(array.astype(jnp.float32)) for array in (value, reference)]
     largest = jnp.stack([_largest(side) for side in sides])
-    if axes:
-        counts, largest = lax.psum(counts, tuple(axes)), lax.pmax(largest, tuple(axes))
     differ = counts[0] / jnp.maximum(counts[1], 1)
     return _vector(error=differ, distance=differ, largest=largest[0], reference_largest=largest[1])
 
@@ -119,19 +113,6 @@ def reduced(operands: Sequence[Any], operations: Sequence[Any]) -> Sequence[Any]
         return tuple(f(x, y) for f, x, y in zip(operations, a, b, strict=True))
 
     return lax.reduce(tuple(operands), zeros, combine, tuple(range(operands[0].ndim)))
-
-
-def largest_alone(value: Any, axes: Sequence[str] = ()) -> Any:
-    """Returns `NAMES` of an array that is its own reference."""
-    is_complex = jnp.issubdtype(value.dtype, jnp.complexfloating)
-    magnitude = jnp.abs(value if is_complex else value.astype(jnp.float32))
-    is_nan = jnp.isnan(magnitude)
-    largest = _largest(jnp.where(is_nan, 0, magnitude))
-    undefined = jnp.mean(is_nan, dtype=jnp.float32)
-    if axes:
-        largest, undefined = lax.pmax(largest, tuple(axes)), lax.pmean(undefined, tuple(axes))
-    undefined = jnp.where(value.size > 0, undefined, 0)  # the mean of nothing is NaN
-    return _vector(largest=largest, reference_largest=largest, undefined=undefined)
 
 
 def _largest(array: Any) -> Any:
@@ -186,6 +167,11 @@ def is_discrete(dtype: DTypeLike) -> bool:
     return dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.integer))
 
 
+def is_float(dtype: DTypeLike) -> bool:
+    """Returns whether a dtype holds real floats."""
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
 def is_measurable(dtype: DTypeLike) -> bool:
     """Returns whether arrays of a dtype can be compared: numbers and booleans, not random keys."""
     return dtype is not None and (is_discrete(dtype) or bool(jnp.issubdtype(dtype, jnp.inexact)))
@@ -193,5 +179,4 @@ def is_measurable(dtype: DTypeLike) -> bool:
 
 def has_nan(array: Any) -> Any:
     """Returns whether a floating array contains NaN."""
-    is_float = jnp.issubdtype(array.dtype, jnp.floating)
-    return jnp.any(jnp.isnan(array)) if is_float else np.False_
+    return jnp.any(jnp.isnan(array)) if is_float(array.dtype) else np.False_

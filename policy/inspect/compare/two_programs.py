@@ -1,4 +1,4 @@
-"""Two programs beside each other: the values that leave their modules, paired by module path."""
+"""Two programs beside each other: the values that leave their modules, paired and measured."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import numpy as np
 from policy.autocasting.parameters import ParamsArgument
 from policy.core.messages import require_function
 from policy.core.policy import Policy
-from policy.inspect.compare.dual_interpreter import Log, Measurement
-from policy.inspect.compare.recording import NotedValue, Recording, is_float
-from policy.inspect.compare.statistics import measured
+from policy.inspect.compare.recorder import Log, Measurement, Recording
+from policy.inspect.compare.statistics import is_discrete, is_float, measured
 from policy.inspect.traced.call import Call, Program, checked_policy, short_text
 from policy.programs.jaxprs import opened
 from policy.programs.rewriting.upcast import ModulePass, dtype_of
@@ -25,9 +24,9 @@ from policy.programs.rewriting.upcast import ModulePass, dtype_of
 class Pair(NamedTuple):
     """A value of each program, and how an axis of its scans becomes one of its own, if it does."""
 
-    ours: NotedValue
-    theirs: NotedValue
-    moves: tuple[Move | None, Move | None]
+    ours: Measurement
+    theirs: Measurement
+    moves: tuple[Move | None, Move | None] = (None, None)
 
 
 class Move(NamedTuple):
@@ -49,7 +48,7 @@ class Move(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Values of one program beside those of another.
+    """Values of one program compared with those of another.
 
     Attributes:
       log: the places of the first, and its values that have a partner.
@@ -59,13 +58,36 @@ class Beside(NamedTuple):
 
     log: Log
     numbers: dict[int, Any]
-    alone: tuple[list[ModulePass], list[ModulePass]]
+    alone: tuple[list[ModulePass], list[ModulePass]] = ([], [])
+
+
+def beside_itself(ours: Recording, theirs: Recording) -> Beside:
+    """Pairs the values of a program with those of the same equations in a run in float32.
+
+    Values in branches are left out where float32 takes other branches, and integers that only pass
+    through where they are equal.
+    """
+    notes, others = ours.notes, theirs.notes
+    keys = {key for one in ours.values for key in one.branches}
+    same = {key for key in keys if np.array_equal(notes[key], others[key])}
+    partners = {one.key: one for one in theirs.values}
+    pairs = [Pair(one, partners[one.key]) for one in ours.values if same.issuperset(one.branches)]
+    numbers = dict(
+        zip((pair.ours.key for pair in pairs), _numbers(pairs, ours, theirs), strict=True)
+    )
+    kept = [
+        one
+        for one in ours.log.measurements
+        if one.key in numbers
+        and (one.output is not None or not is_discrete(one.dtype) or numbers[one.key][..., 0].any())
+    ]
+    return Beside(dataclasses.replace(ours.log, measurements=kept), numbers)
 
 
 def beside_each_other(ours: Recording, theirs: Recording) -> Beside:
-    """Pairs the values of two programs, and measures each pair on the first one's devices."""
+    """Pairs the values of two programs by module, and measures each pair."""
     pairs = list(_pairs(ours, theirs))
-    numbers = jax.device_get([_numbers(pair, ours, theirs) for pair in pairs])
+    numbers = _numbers(pairs, ours, theirs)
     kept = {pair.ours.key: _common(pair, ours, theirs) for pair in pairs}
     log = Log(ours.log.places, [kept[one.key] for one in ours.log.measurements if one.key in kept])
     shown = {name for one in kept.values() for name in ours.left(one)}
@@ -83,9 +105,14 @@ def _common(pair: Pair, ours: Recording, theirs: Recording) -> Measurement:
     return dataclasses.replace(pair.ours, left=left, returned=returned)
 
 
-def _numbers(pair: Pair, ours: Recording, theirs: Recording) -> Any:
-    value, other = ours.notes[pair.ours.key], theirs.notes[pair.theirs.key]
-    scans = value.ndim - pair.ours.rank, other.ndim - pair.theirs.rank
+def _numbers(pairs: Sequence[Pair], ours: Recording, theirs: Recording) -> list[Any]:
+    """Measures each pair, on the first program's devices."""
+    return jax.device_get([_of_pair(pair, ours, theirs) for pair in pairs])
+
+
+def _of_pair(pair: Pair, ours: Recording, theirs: Recording) -> Any:
+    value, other = ours.array(pair.ours), theirs.array(pair.theirs)
+    scans = ours.scans(pair.ours), theirs.scans(pair.theirs)
     if other.sharding.device_set != value.sharding.device_set:
         other = jax.device_get(other)
     return _measured(value, other, pair.moves, scans)
@@ -114,12 +141,12 @@ def _pairs(ours: Recording, theirs: Recording) -> Iterator[Pair]:
     First those that a module computes, then the others that leave it.
     """
     for output, one in ours.outputs.items():
-        yield Pair(one, theirs.outputs[output], (None, None))
+        yield Pair(one, theirs.outputs[output])
     mine, others = (
         {one.key: one for one in each.values if one.output is None} for each in (ours, theirs)
     )
     for names_of in (lambda each, one: (each.name_of(one.made),), Recording.left):
-        partners = collections.defaultdict[ModulePass, list[NotedValue]](list)
+        partners = collections.defaultdict[ModulePass, list[Measurement]](list)
         for other in others.values():
             for name in names_of(theirs, other):
                 partners[name].append(other)
@@ -136,13 +163,13 @@ def _pairs(ours: Recording, theirs: Recording) -> Iterator[Pair]:
 
 
 def _moves(
-    one: NotedValue, other: NotedValue, ours: Recording, theirs: Recording
+    one: Measurement, other: Measurement, ours: Recording, theirs: Recording
 ) -> tuple[Move | None, Move | None] | None:
     """Returns the moves that give two values one shape, or None if they can't be compared."""
     if one.dtype != other.dtype and not (is_float(one.dtype) and is_float(other.dtype)):
         return None
-    shape, wanted = ours.notes[one.key].shape, theirs.notes[other.key].shape
-    scans = len(shape) - one.rank, len(wanted) - other.rank
+    shape, wanted = ours.array(one).shape, theirs.array(other).shape
+    scans = ours.scans(one), theirs.scans(other)
     if scans[0] == scans[1]:
         return (None, None) if shape == wanted else None
     if scans[0] == scans[1] + 1 and (move := _move(shape, scans[0], wanted)):

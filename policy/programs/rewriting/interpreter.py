@@ -118,6 +118,10 @@ class Interpreter(Generic[V]):
         inner.notes = {}
         return inner
 
+    def note_spec(self, equation: Equation) -> PartitionSpec:
+        """Returns the layout of the notes of a `shard_map`: the same on every device."""
+        return PartitionSpec()
+
     def body(self, jaxpr: OpenJaxpr, consts: Sequence[V], args: Sequence[V]) -> list[V]:
         """Returns the outputs of a program that is traced by itself."""
         return self.run(jaxpr, consts, args)
@@ -480,7 +484,7 @@ def _zeros(notes: Mapping[int, Any]) -> Notes:
 
 
 def shard_map(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
-    """Rebuilds a `shard_map`. Notes should be the same on every device."""
+    """Rebuilds a `shard_map`, with notes as `Interpreter.note_spec` says."""
     params = equation.params
     like = run.merge(equation, values)
     body = Body(run.inside(equation), subprogram(equation, "shard"), values, like)
@@ -497,7 +501,7 @@ def shard_map(run: Interpreter[V], equation: Equation, values: list[V]) -> list[
         body,
         mesh=params["mesh"],
         in_specs=tuple(in_specs),
-        out_specs=(out_specs, PartitionSpec()),
+        out_specs=(out_specs, run.note_spec(equation)),
         check_vma=params["check_vma"],
         axis_names=frozenset(manual_axes(equation)),
     )

@@ -20,7 +20,7 @@ from policy.inspect.suggest.suggest import suggest
 from policy.inspect.traced.call import Call, program_of
 from policy.inspect.traced.float32 import in_float32
 from tests.policy.autocasting.models import MODELS
-from tests.policy.errors import exactly, normal, relative
+from tests.policy.errors import normal, relative
 from tests.programs import apply
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
@@ -80,7 +80,7 @@ def test_errors_are_those_against_float64_though_constants_were_rounded(name, dt
 
     x = normal(8, 4)
     comparison = compare(half, x)
-    right = relative(exactly(half)(x), truth(np.asarray(x, np.float64)))
+    right = relative(jax.jit(half)(x), truth(np.asarray(x, np.float64)))
     np.testing.assert_allclose([comparison.error, comparison["named"].error], right, rtol=2e-3)
     assert comparison.unpaired == () and right > 0
 
@@ -97,7 +97,7 @@ def test_gradients_are_measured_against_those_of_float64s_constants(dtype: Any) 
 
     x = normal(8, 4)
     comparison = compare(loss, x, backward=True)
-    error = relative(exactly(jax.grad(loss))(x), jax.jit(jax.grad(wide))(x))
+    error = relative(jax.jit(jax.grad(loss))(x), jax.jit(jax.grad(wide))(x))
     np.testing.assert_allclose(comparison.parameters[0].error, error, rtol=1e-2)
     assert comparison.unpaired == ()
 
@@ -193,7 +193,7 @@ def test_a_transformer_pairs_in_its_gradients_too(model: Any, policy: str) -> No
     assert comparison.unpaired == () and comparison.route == "scope"
     wide = jax.jit(jax.grad(loss))(variables, x)
     with use_policy(policy):
-        half = exactly(jax.grad(loss))(variables, x)
+        half = jax.jit(jax.grad(loss))(variables, x)
     leaves = zip(jax.tree.leaves(half), jax.tree.leaves(wide), strict=True)
     for row, (value, truth) in zip(comparison.parameters, leaves, strict=True):
         if "key/bias" not in row.path:  # zero but for rounding
@@ -233,7 +233,7 @@ def test_every_kind_of_layer_pairs_and_its_reference_is_what_float32_computes() 
     forward = compare(call, variables, x, policy=policy)
     assert forward.unpaired == () and len(forward.outputs) == 8
     with use_policy(policy):
-        half = exactly(call)(variables, x)
+        half = jax.jit(call)(variables, x)
     wide = jax.jit(call)(variables, x)
     for row in forward.outputs:
         truth = relative(half[row.path], wide[row.path])

@@ -18,7 +18,7 @@ import policy
 from mpmodules import linen, nnx, use_policy
 from policy.inspect.compare import statistics
 from policy.inspect.compare.compare import compare
-from tests.policy.errors import exactly, normal, relative
+from tests.policy.errors import normal, relative
 from tests.programs import apply
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -48,7 +48,7 @@ def test_rows_beside_another_function_are_those_of_running_both() -> None:
     w, x = normal(8, 8), normal(4, 8)
     half, wide = (lambda w, x, d=dtype: double(w, x, d) for dtype in (BF16, F16))
     found = compare(lambda w, x: half(w, x)[1], w, x, beside=lambda w, x: wide(w, x)[1])
-    ours, theirs = (exactly(fn)(w, x) for fn in (half, wide))
+    ours, theirs = (jax.jit(fn)(w, x) for fn in (half, wide))
     assert paths(found.activations) == ["first", "second"] and not found.alone
     for row, value, other in zip(found.activations, ours, theirs, strict=True):
         np.testing.assert_allclose(row.error, relative(value, other), rtol=1e-5)
