@@ -26,23 +26,17 @@ from policy.programs.dtypes import F32, holds_half, is_half
 from policy.programs.jaxprs import (
     Equation,
     OpenJaxpr,
-    Subprogram,
     bind,
-    equations_within,
     is_jaxpr,
     opened,
     programs_of,
-    subprogram,
-    subprograms,
 )
 from policy.programs.marks import BOUNDARY, ISLAND
 from policy.programs.paths import Path, path_of
 from policy.programs.primitives import EXACT, HOST, MATMULS, READS_BITS, STATES_BITS
 from policy.programs.rewriting.interpreter import (
-    CONTROL_FLOW,
     Interpreter,
     handler_of,
-    is_for_platforms,
     manual_axes,
 )
 
@@ -369,7 +363,7 @@ def dtypes_of(jaxpr: OpenJaxpr) -> list[Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Dependence on half precision: values without it are the same in float32
+# Differences from float32
 # --------------------------------------------------------------------------------------------------
 
 
@@ -395,74 +389,6 @@ def _widens(source: Any, target: Any) -> bool:
     return bool(
         narrow.nmant <= wide.nmant and narrow.maxexp <= wide.maxexp and narrow.minexp >= wide.minexp
     )
-
-
-def depends(equation: Equation, given: Sequence[bool], apart: Collection[int] = ()) -> list[bool]:
-    """Returns which outputs of an equation depend on half precision, if these operands do.
-
-    `apart`: the `id`s of equations that float32 has other constants or other code for.
-    """
-    name = equation.primitive.name
-    if id(equation) in apart:
-        return [True] * len(equation.outvars)
-    if any(hasattr(v.aval, "inner_aval") for v in (*equation.invars, *equation.outvars)):
-        return [True] * len(equation.outvars)  # a value stored later may depend on it
-    if name in HOST or (_calls_host(equation) and is_apart(equation, given, apart)):
-        return [False] * len(equation.outvars)
-    if name not in CONTROL_FLOW:
-        return [any(given) or rounds(equation)] * len(equation.outvars)
-    if is_apart(equation, given, apart):
-        return [True] * len(equation.outvars)
-    inner = [one for one in subprograms(equation) if one.role != "cond"]
-    each = [_of_program(one, one.given(given), apart) for one in inner]
-    return [any(outputs) for outputs in zip(*each, strict=True)]
-
-
-def _of_program(one: Subprogram, arguments: Sequence[bool], apart: Collection[int]) -> list[bool]:
-    """Returns which results of a program depend on half precision.
-
-    A loop's body is followed until its carry depends on no more.
-    """
-    arguments = list(arguments)
-    while True:
-        outputs = _of_body(one.body, arguments, apart)
-        carry = [a or b for a, b in zip(arguments[one.carry], outputs, strict=False)]
-        if one.role != "loop" or carry == arguments[one.carry]:
-            return [*carry, *outputs[one.carried :]]
-        arguments[one.carry] = carry
-
-
-def _of_body(body: OpenJaxpr, arguments: Sequence[bool], apart: Collection[int]) -> list[bool]:
-    found = dict.fromkeys(body.constvars, False) | dict(zip(body.invars, arguments, strict=True))
-
-    def read(atoms: Sequence[Any]) -> list[bool]:
-        return [not hasattr(atom, "val") and found[atom] for atom in atoms]
-
-    for equation in body.eqns:
-        outputs = depends(equation, read(equation.invars), apart)
-        found.update(zip(equation.outvars, outputs, strict=True))
-    return read(body.outvars)
-
-
-def is_apart(equation: Equation, given: Sequence[bool], apart: Collection[int] = ()) -> bool:
-    """Returns whether float32 may take a different control flow through an equation's programs.
-
-    It may take another branch, or run more steps.
-    """
-    name = equation.primitive.name
-    if name == "cond":
-        return given[0] or is_for_platforms(equation)
-    if name != "while":
-        return False
-    loop, cond = subprogram(equation, "loop"), subprogram(equation, "cond")
-    carry = _of_program(loop, loop.given(given), apart)
-    return _of_body(cond.body, [*cond.given(given)[cond.fixed], *carry], apart)[0]
-
-
-def _calls_host(equation: Equation) -> bool:
-    """Returns whether there is a callback in one of the programs of an equation."""
-    equations = (inner for one in programs_of(equation) for inner in equations_within(one))
-    return any(inner.primitive.name in HOST for inner in equations)
 
 
 # --------------------------------------------------------------------------------------------------
