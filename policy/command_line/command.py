@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import inspect
 import os
 import sys
@@ -118,14 +117,11 @@ _RULES = {
         "the policy of a module path, beside the call's own, such as head=f32; repeatable",
     )
 }
-_REPORTS = {
-    "--html": _option("FILE", "write the report as one HTML page; - for standard output"),
-    "--json": _option("FILE", "write the report as JSON; - for standard output"),
-}
+_JSON = {"--json": _option("FILE", "write the report as JSON; - for standard output")}
 _AUDIT = {
     **_POLICY,
     **_RULES,
-    **_REPORTS,
+    **_JSON,
     "--ignore": _repeatable("KIND", "leave out findings of a kind; repeatable"),
     "--fail-on-findings": _switch("exit with 1 if there are findings"),
 }
@@ -136,7 +132,6 @@ _SUGGEST = {
     "--points": _number(
         "COUNT", POINTS, "the largest number of points of the front; each compiles a program"
     ),
-    "--plot": _option("FILE", "draw the front into a file, with --on (needs matplotlib)"),
 }
 _ESTIMATE = {
     "--on": _option(
@@ -176,8 +171,7 @@ _ESTIMATE = {
         "1=data,None or 2=data+fsdp,model; repeatable",
     ),
     "--donate": _option("ARGUMENTS", "positions of donated arguments, such as 0,1"),
-    **_REPORTS,
-    "--plot": _option("FILE", "draw a .png or .svg with matplotlib"),
+    **_JSON,
     "--fail-on-oom": _switch("exit with 1 if a row does not fit in memory"),
     "--quiet": _switch("show no progress"),
 }
@@ -270,7 +264,7 @@ def _audit(options: argparse.Namespace) -> int:
     """Shows the dtypes that a function runs in, and what loses accuracy or speed. Nothing runs.
 
         python -m policy audit train:loss_fn --arg "{'w': f32[784,10]}" --arg bf16[8,784] --backward
-        python -m policy audit models/net.py:example --html net.html --fail-on-findings
+        python -m policy audit models/net.py:example --json net.json --fail-on-findings
         python -m policy audit models/net.py:example --policy mixed_bfloat16 --rule head=f32
 
     The target is a function (or an nnx module) by name, called with one argument for each --arg. A
@@ -286,7 +280,7 @@ def _audit(options: argparse.Namespace) -> int:
         if kind not in FINDING_KINDS:
             hint = f"{did_you_mean(kind, FINDING_KINDS)} --help lists them all."
             raise CommandError(f"--ignore {kind!r} is not a kind of finding.{hint}")
-    _require_outputs(options.html, options.json)
+    _require_output(options.json)
     fn, args, kwargs = _call_of(options)
     policy, rules = _policy_of(options), _rules_of(options)
     if rules is not None and policy is None:
@@ -296,8 +290,7 @@ def _audit(options: argparse.Namespace) -> int:
         report = audit(fn, *args, policy=policy, rules=rules, **asked, **kwargs)
     findings = tuple(one for one in report.findings if one.kind not in options.ignore)
     report = dataclasses.replace(report, name=options.target, findings=findings)
-    files = {options.html: report.to_html, options.json: report.to_json}
-    _write_report(report.show, files)
+    _write_report(report.show, options.json, report.to_json)
     return int(bool(options.fail_on_findings and report.findings))
 
 
@@ -313,8 +306,6 @@ def _suggest(options: argparse.Namespace) -> int:
     The function runs. Arguments that are shapes are filled with numbers from a normal distribution:
     give arrays of your own data for figures that hold for it.
     """
-    if options.plot and options.on is None:
-        raise CommandError("--plot draws a target's front: give --on too, as in --on v5e:1x1.")
     if options.on is not None:
         with prefixed_errors("--on"):
             require_timed(Target(options.on))
@@ -326,9 +317,6 @@ def _suggest(options: argparse.Namespace) -> int:
     with running_users_code(f"{options.target} can't be run"):
         found = suggest(fn, *args, policy=policy, params=params, **asked, **kwargs)
     print(found)
-    if options.plot:
-        with prefixed_errors(f"--plot {options.plot}"):
-            found.plot(options.plot)
     return 0
 
 
@@ -368,7 +356,7 @@ def _estimate(options: argparse.Namespace) -> int:
         targets = [Target(name) for name in names]
     given = _asked_of_estimate(options)
     searched = [name for name in ("batch", "remat") if given[name] is not None]
-    _require_outputs(options.html, options.json, options.plot, count=len(targets))
+    _require_output(options.json, count=len(targets))
     # JAX traces here, and compiles for elsewhere: it need not look for accelerators.
     if not os.environ.get("JAX_PLATFORMS") and all(target.kind != "here" for target in targets):
         jax.config.update("jax_platforms", "cpu")
@@ -385,11 +373,7 @@ def _estimate(options: argparse.Namespace) -> int:
             print()
         found = dataclasses.replace(found, name=options.target)
         of = "" if len(targets) == 1 else found.target
-        html, json, plot = (_named(file, of) for file in (options.html, options.json, options.plot))
-        _write_report(found.show, {html: found.to_html, json: found.to_json})
-        if plot is not None:
-            with prefixed_errors(f"{options.plot!r} can't be written"):
-                found.plot(plot)
+        _write_report(found.show, _named(options.json, of), found.to_json)
         is_lacking |= any(row.fits is False for row in found.rows)
     return int(bool(options.fail_on_oom and is_lacking))
 
@@ -402,7 +386,7 @@ def _watch(options: argparse.Namespace) -> int:
 
     The file is what policy.RunLog writes of the snapshots of policy.monitor. It may still grow.
     """
-    _require_outputs(options.html, None)
+    _require_output(options.html)
     advice = show_run(options.file, options.html, follow=options.follow)
     return int(bool(options.fail_on_advice and advice))
 
@@ -441,55 +425,46 @@ def _asked_of_estimate(options: argparse.Namespace) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _require_outputs(
-    html: str | None, json: str | None, plot: str | None = None, count: int = 1
-) -> None:
-    """Refuses files that could not be written, before there is anything to write.
+def _require_output(name: str | None, count: int = 1) -> None:
+    """Rejects a file that could not be written, before there is anything to write.
 
     Args:
-      html, json, plot: names of files, or "-" for the standard output.
+      name: of the file, or "-" for the standard output.
       count: of the targets that are estimated.
 
     Raises:
-      CommandError: a folder is not there, a plot has another ending or no matplotlib, or several
-        reports share the standard output.
+      CommandError: a folder is not there, or several reports share the standard output.
     """
-    both = "--json - and --html -"
-    if html == json == "-":
-        raise CommandError(f"{both} both take the standard output: give one of them a file.")
-    if "-" in (html, json) and count > 1:
-        raise CommandError(f"{both} print one report, but --on has {count} targets: give a file.")
-    if plot is not None and Path(plot).suffix not in (".png", ".svg", ".pdf"):
-        raise CommandError(f"--plot {plot!r} should end in .png, .svg or .pdf.")
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot draws with matplotlib, which is missing: pip install matplotlib")
-    for name in (html, json, plot):
-        if name not in (None, "-") and not Path(name).parent.is_dir():
-            raise CommandError(f"{name} can't be written: there is no folder {Path(name).parent}.")
+    if name == "-" and count > 1:
+        raise CommandError(
+            f"--json - prints one report, but --on has {count} targets: give a file."
+        )
+    if name not in (None, "-") and not Path(name).parent.is_dir():
+        raise CommandError(f"{name} can't be written: there is no folder {Path(name).parent}.")
 
 
-def _write_report(show: Callable[[], None], files: dict[str | None, Callable[[], str]]) -> None:
-    """Writes a report's files, and prints the one of "-", or else shows the report.
+def _write_report(show: Callable[[], None], name: str | None, json: Callable[[], str]) -> None:
+    """Shows a report, or prints its JSON for "-", and writes the JSON to any other file.
 
     Args:
       show: prints the report as text.
-      files: the contents by the file's name; None for no file.
+      name: of the file; None for none.
+      json: returns its contents.
 
     Raises:
-      CommandError: a file can't be written.
+      CommandError: the file can't be written.
     """
-    if "-" in files:
-        print(files["-"]())
-    else:
-        show()
-    for name, contents in files.items():
-        if name not in (None, "-"):
-            with prefixed_errors(f"{name!r} can't be written"):
-                Path(name).write_text(contents(), encoding="utf-8")
+    if name == "-":
+        print(json())
+        return
+    show()
+    if name is not None:
+        with prefixed_errors(f"{name!r} can't be written"):
+            Path(name).write_text(json(), encoding="utf-8")
 
 
 def _named(name: str | None, target: str) -> str | None:
-    """Returns the name of a file about one of several targets: ``cost-v5e-4x4.html``."""
+    """Returns the name of a file about one of several targets: ``cost-v5e-4x4.json``."""
     if name is None or not target:
         return name
     words = "".join(c if c.isalnum() else "-" for c in target)

@@ -397,9 +397,6 @@ LINEAR_IN_ALL = ADDITIONS | UPDATES | frozenset(("neg", "select_n", "concatenate
 ONE_FOR_EACH = SUMMING_COLLECTIVES | frozenset(("optimization_barrier",))
 """Return one result for each operand."""
 
-NOT_STACKED = frozenset(("while", "shard_map"))
-"""Run programs whose values have no shape outside: as often as needed, or on each device."""
-
 REBUILT = frozenset(("jit", "while"))
 """Return the dtypes that they were traced with, where autocast rebuilds them."""
 

@@ -96,7 +96,6 @@ INSPECTION = {
     },
     ValueError: {
         "backward=True … floating": lambda: audit(lambda n: n * 2.0, jnp.arange(3), backward=True),
-        "'audit.txt' … .html or .json": lambda: audit(loss_fn, P).save("audit.txt"),
         "'fp16' … f16": lambda: compare(loss_fn, P, policy="fp16"),
         "'fp8' … mixed_float8": lambda: compare(loss_fn, P, beside="fp8"),
         f"policy='{BF16}' … loss_fn … Leave policy= out … use_policy": lambda: compare(

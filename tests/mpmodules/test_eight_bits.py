@@ -22,7 +22,6 @@ from jax.sharding import AxisType, PartitionSpec
 import policy
 from mpmodules import linen, nnx, use_policy
 from policy.inspect.audit.findings import ACCUMULATOR, DEQUANTISED, UNSCALED
-from policy.inspect.audit.render.html import page
 from policy.testing import assert_dots_in, assert_matmuls_obey
 from tests.mpmodules.test_summary import CONSOLE, cells
 from tests.mpmodules.wings import BOTH, WINGS, Text, dense, layer, layer_norm
@@ -389,7 +388,7 @@ def test_flaxs_own_operations_in_8_bits_are_told_apart(operation, dtype, kind):
     assert not {kind for kind, _ in found} & ({UNSCALED, DEQUANTISED, ACCUMULATOR} - {kind})
 
 
-def test_an_audit_counts_flops_of_matmuls_by_width(tmp_path):
+def test_an_audit_counts_flops_of_matmuls_by_width():
     model = WINGS["linen"].port(NET, "mixed_int8", {"stem|head": KEPT}, X)
     report = policy.audit(model.pure, model.params, X)
     found = [op for op in report.operations if op.kind in ("dot", "convolution")]
@@ -400,12 +399,7 @@ def test_an_audit_counts_flops_of_matmuls_by_width(tmp_path):
     assert report.matmul_shares == pytest.approx({"8 bits": share, "half": 1 - share})
     assert f"matmuls in 8 bits: {share:.1%} of their FLOPs (i8 {share:.1%}, bf16" in str(report)
     assert "; matmuls: 8 bits 100%" in str(report) and "i8 i8" in str(report)
-    shown = report.to_html()
-    assert f"{share:.0%} of matmul FLOPs in 8 bits" in shown and "FLOPs of matmuls:" in shown
-    assert f"matmuls: 8 bits {share:.0%}, half {1 - share:.0%}" in shown
-    assert '<span class="chip float8">int8</span>' in shown
-    report.save(tmp_path / "audit.json")
-    read = json.loads((tmp_path / "audit.json").read_text())
+    read = json.loads(report.to_json())
     assert read["eight_bit_matmul_share"] == pytest.approx(share)
     plain = policy.audit(WINGS["linen"].theirs(NET, X).pure, model.params, X)
     assert plain.matmul_shares == {"float32": 1.0} and "8 bits" not in str(plain)
@@ -568,8 +562,6 @@ def test_compare_counts_codes_that_saturate_and_that_vanish():
     assert shown["weight"] == pytest.approx((30 / 32, 0))  # a weight that is zero does not vanish
     assert "operands in 8 bits" in str(comparison) and "62.50%     25.00%" in str(comparison)
     assert json.loads(comparison.to_json())["codes"][0]["saturated"] == 0.625
-    page_ = page(policy.audit(fn, w, x, policy="mixed_int8"), comparison)
-    assert "Operands in 8 bits" in page_ and "62.50%" in page_ and "in 8 bits" in page_
 
 
 def test_compare_reads_codes_that_code_makes_by_hand():

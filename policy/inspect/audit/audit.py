@@ -98,7 +98,7 @@ def audit(
         argument.
 
     Returns:
-      An `Audit`: prints as a table, ``to_json()``, ``to_html()``, ``save(path)``.
+      An `Audit`: prints as a table, ``to_json()``.
 
     Raises:
       TypeError: `fn` can't be called, or `params` is of another kind; any exception of `fn` while

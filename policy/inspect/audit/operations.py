@@ -198,19 +198,13 @@ class ModuleNode:
 
     Attributes:
       path: its path, its names joined by "/".
-      name: the last of these names.
-      id: the HTML id of its place on a page.
       operations: the operations in the module itself.
       children: the modules directly below, by name, in program order.
-      findings: the number of findings in the module and below.
     """
 
     path: str
-    name: str
-    id: str = ""
     operations: list[Operation] = dataclasses.field(default_factory=list)
     children: dict[str, ModuleNode] = dataclasses.field(default_factory=dict)
-    findings: int = 0
 
     @functools.cached_property
     def figures(self) -> AuditFigures:
@@ -221,11 +215,6 @@ class ModuleNode:
     def flops(self) -> int:
         """FLOPs in the module and below."""
         return sum(self.figures.flops_by_dtype.values())
-
-    @property
-    def dtypes(self) -> list[str]:
-        """The dtypes of its FLOPs, or of its bytes if it has none; the largest first."""
-        return list(self.figures.flops_by_dtype or self.figures.bytes_by_dtype)
 
     @property
     def matmul_shares(self) -> str:
@@ -242,7 +231,7 @@ class ModuleNode:
         for name in parts_of(path):
             between = "" if node.path.endswith(":") or not node.path else "/"
             above = f"{node.path}{between}{name}"
-            node = node.children.setdefault(name, ModuleNode(above, name))
+            node = node.children.setdefault(name, ModuleNode(above))
             yield node
 
     def walk(self) -> Iterator[ModuleNode]:
@@ -251,23 +240,14 @@ class ModuleNode:
         for child in self.children.values():
             yield from child.walk()
 
-    def ids(self) -> dict[str, str]:
-        """Returns the HTML ids by path."""
-        return {node.path: node.id for node in self.walk()}
 
-
-def tree_of(operations: Iterable[Operation], findings: Iterable[Finding] = ()) -> ModuleNode:
-    """Returns the tree of all paths of operations and findings.
+def tree_of(operations: Iterable[Operation]) -> ModuleNode:
+    """Returns the tree of all paths of operations.
 
     Operations of a model's own code come before those of its modules.
     """
-    root = ModuleNode("", "")
+    root = ModuleNode("")
     for operation in sorted(operations, key=lambda one: not one.path.endswith(":")):
-        *_, node = root.at(operation.path)
-        node.operations.append(operation)
-    for finding in findings:
-        for node in root.at(finding.path):
-            node.findings += 1
-    for i, node in enumerate(root.walk()):
-        node.id = f"m{i}"
+        *_, module = root.at(operation.path)
+        module.operations.append(operation)
     return root

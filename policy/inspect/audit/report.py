@@ -1,17 +1,15 @@
-"""The result of an audit: operations and findings, with JSON, HTML, files and text."""
+"""The result of an audit: operations and findings, with JSON and text."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import TextIO
 
 from policy.inspect.audit.findings import Finding as Finding
 from policy.inspect.audit.operations import AuditFigures
 from policy.inspect.audit.operations import Operation as Operation
-from policy.inspect.audit.render.html import page
 from policy.inspect.audit.render.text import text
 from policy.inspect.render.text import shows_colour
 
@@ -60,22 +58,6 @@ class Audit(AuditFigures):
             },
             indent=indent,
         )
-
-    def to_html(self) -> str:
-        """Returns the audit as one self-contained HTML page."""
-        return page(self)
-
-    def save(self, path: str | Path) -> None:
-        """Writes an HTML page to ``path.html``, or JSON to ``path.json``.
-
-        Raises:
-          ValueError: the file's name has another ending.
-        """
-        path = Path(path)
-        if path.suffix not in (".html", ".json"):
-            raise ValueError(f"An audit is saved as .html or .json, but got {str(path)!r}.")
-        content = self.to_html() if path.suffix == ".html" else self.to_json()
-        path.write_text(content, encoding="utf-8")
 
     def show(self, file: TextIO | None = None) -> None:
         """Prints the audit to `file` or the standard output.

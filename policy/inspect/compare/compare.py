@@ -78,8 +78,7 @@ def compare(
     True
 
     ``print(comparison)`` shows a table with the error, cosine, underflow and overflow of each path;
-    ``comparison.first_jump`` is the first module that makes an error, such as "layer_12/attention";
-    and ``comparison.plot("errors.png")`` draws the errors.
+    ``comparison.first_jump`` is the first module that makes an error, such as "layer_12/attention".
 
     Args:
       fn: any function of arrays, bound method, or nnx module; a module's `apply`. It is not

@@ -1,4 +1,4 @@
-"""The result of a comparison: one row for each module path, as a table, JSON and a chart."""
+"""The result of a comparison: one row for each module path, as a table and JSON."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from policy.inspect.compare.statistics import is_discrete
-from policy.inspect.render.html import OUTSIDE, Markup, figure, tag
-from policy.inspect.render.plots import new_figure
+from policy.inspect.render.text import OUTSIDE
 
 RowKind = Literal["activation", "gradient", "parameter", "output"]
 
@@ -207,18 +205,6 @@ class Comparison:
         """
         return json.dumps(_plain({"version": 1, **dataclasses.asdict(self)}), indent=indent)
 
-    def to_svg(self) -> str:
-        """Returns a drawing of the errors by path, to embed in a page."""
-        return _svg(self)
-
-    def plot(self, file: str | Path) -> None:
-        """Writes the errors by path to a PNG file, or another format of matplotlib's by its ending.
-
-        Raises:
-          ImportError: matplotlib is not installed.
-        """
-        _figure(self).savefig(file, bbox_inches="tight", dpi=120)
-
     def __str__(self) -> str:
         return _table(self)
 
@@ -326,113 +312,3 @@ def _share(share: float) -> str:
     if not math.isfinite(share):
         return str(share)
     return "0" if share == 0 else f"{share:.2%}" if share >= 1e-4 else "<0.01%"
-
-
-# --------------------------------------------------------------------------------------------------
-# The chart: the error of each path, on a logarithmic scale
-# --------------------------------------------------------------------------------------------------
-
-_SERIES = (("activations", "#3465a4"), ("gradients", "#c4742a"))
-_JUMP = "#a40000"
-_BEYOND = 48  # pixels between the last decade and infinity
-_LEFT, _RIGHT, _TOP, _LINE = 280, 40, 54, 18  # of the drawing, in pixels
-
-
-def _charted(comparison: Comparison) -> tuple[list[Row], list[str], int, int]:
-    """Returns the rows, their paths, and the powers of ten that enclose all finite errors."""
-    rows = [*comparison.activations, *comparison.gradients]
-    paths = list(dict.fromkeys(row.path for row in rows))
-    logs = [math.log10(row.error) for row in rows if 0 < row.error < math.inf]
-    if not logs:
-        return rows, paths, -6, 0
-    return rows, paths, max(math.floor(min(logs)), -12), max(math.ceil(max(logs)), 0)
-
-
-def _svg(comparison: Comparison) -> str:
-    """Draws a line for each path, with dots for its activation and gradient.
-
-    Overflows are red, at infinity.
-    """
-    rows, paths, low, high = _charted(comparison)
-    width, height = 900, _TOP + _LINE * max(len(paths), 1) + 24
-    finite = width - _LEFT - _RIGHT - _BEYOND
-
-    def along(error: float) -> float:
-        if math.isinf(error):
-            return _LEFT + finite + _BEYOND
-        share = (math.log10(error) - low) / max(high - low, 1) if error > 0 else 0.0
-        return _LEFT + finite * min(max(share, 0.0), 1.0)
-
-    title = f"{comparison.name}: error against {comparison.beside or 'float32'} {comparison.policy}"
-    ground = tag("rect", width=width, height=height, fill="white")
-    parts = [tag("title", title), ground, tag("text", title, x=8, y=18, font_size=14)]
-    for i, (name, colour) in enumerate(s for s in _SERIES if getattr(comparison, s[0])):
-        parts.append(tag("circle", cx=_LEFT + 110 * i, cy=32, r=4, fill=colour))
-        parts.append(tag("text", name, x=_LEFT + 110 * i + 10, y=36))
-    marks = {f"1e{decade}": 10.0**decade for decade in range(low, high + 1)}
-    if any(math.isinf(row.error) for row in rows):
-        marks["∞"] = math.inf
-    for mark, error in marks.items():
-        x = f"{along(error):.1f}"
-        parts.append(tag("line", x1=x, y1=_TOP - 8, x2=x, y2=height - 24, stroke="#ddd"))
-        parts.append(tag("text", mark, x=x, y=height - 8, text_anchor="middle"))
-    for i, path in enumerate(paths):
-        parts.append(_label(path, _TOP + _LINE * i, path == comparison.first_jump))
-    for name, colour in _SERIES:
-        for row in getattr(comparison, name):
-            parts.append(_dot(row, along(row.error), _TOP + _LINE * paths.index(row.path), colour))
-    size: dict[str, Any] = {"viewBox": f"0 0 {width} {height}", "width": width, "height": height}
-    text: dict[str, Any] = {"font_family": "sans-serif", "font_size": 12, "fill": "#222"}
-    return tag("svg", *parts, xmlns="http://www.w3.org/2000/svg", **size, **text, role="img")
-
-
-def _label(path: str, y: int, is_jump: bool) -> Markup:
-    name = path or OUTSIDE
-    shown = name if len(name) <= 42 else "…" + name[-41:]
-    alarm = {"class_": "jump", "fill": _JUMP} if is_jump else {}
-    return tag("text", shown, x=_LEFT - 12, y=y + 4, text_anchor="end", **alarm)
-
-
-def _dot(row: Row, x: float, y: int, colour: str) -> Markup:
-    error = figure(row.error, ".2e")
-    said = f"{row.path or OUTSIDE}: error {error}, underflow {row.underflow:.2%}"
-    alarm = {"class_": "jump"} if _is_alarming(row) else {}
-    fill = _JUMP if _is_alarming(row) else colour
-    return tag("circle", tag("title", said), cx=f"{x:.1f}", cy=y, r=4, **alarm, fill=fill)
-
-
-def _is_alarming(row: Row) -> bool:
-    return row.is_jump or math.isinf(row.error)
-
-
-def _figure(comparison: Comparison) -> Any:
-    """Draws the same chart with matplotlib.
-
-    Raises:
-      ImportError: matplotlib is not installed.
-    """
-    _, paths, *decades = _charted(comparison)
-    low, high = 10.0 ** decades[0] / 2, 10.0 ** decades[1] * 2
-    advice = ". Comparison.to_svg() works without it."
-    drawing = new_figure("Comparison", advice, figsize=(9, 1.6 + 0.2 * len(paths)))
-    axes = drawing.add_subplot()
-    for name, colour in _SERIES:
-        if rows := getattr(comparison, name):
-            errors = [min(max(row.error, low), high) for row in rows]
-            places = [paths.index(row.path) for row in rows]
-            colours = [_JUMP if _is_alarming(row) else colour for row in rows]
-            axes.scatter(errors, places, s=14, c=colours, label=name, zorder=3)
-    axes.set_yticks(range(len(paths)), [path or OUTSIDE for path in paths], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlim(low, high)
-    against = comparison.beside or "float32"
-    axes.set_xlabel(f"relative error against {against}; at the right edge: it overflowed")
-    axes.set_title(f"{comparison.name} {comparison.policy}", fontsize=9)
-    if comparison.first_jump in paths:
-        place = paths.index(comparison.first_jump)
-        axes.axhline(place, color=_JUMP, lw=0.8, ls=":", label="first jump")
-    axes.grid(axis="x", alpha=0.3)
-    if paths:
-        axes.legend(fontsize=8)
-    return drawing

@@ -118,7 +118,7 @@ def estimate(
         done, and that of all.
 
     Returns:
-      An `Estimate`: prints as a table, ``to_json()``, ``to_html()``, ``plot()``, ``save(path)``.
+      An `Estimate`: prints as a table, ``to_json()``.
 
     Raises:
       TypeError: `fn` can't be called, or an argument is of another kind; any exception of `fn`

@@ -21,6 +21,7 @@ import re
 import string
 import tomllib
 from collections.abc import Iterator, Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,6 @@ import numpy as np
 from jax.experimental import topologies
 
 from policy.inspect.hlo.costs import Costs, Exchanged, ExchangeTime, KernelTime
-from policy.inspect.render.html import resource
 
 Platform = Literal["tpu", "cuda", "cpu"]
 _FIGURES = ("memory", "bandwidth", "peaks", "link_bandwidth", "source")
@@ -45,6 +45,12 @@ _ABSENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
+
+
+def _resource(name: str) -> str:
+    """Returns the text of a file of this package."""
+    return resources.files("policy.inspect.estimate").joinpath(name).read_text(encoding="utf-8")
+
 
 # In names such as v4-16 Google counts the cores of these chips, which have two.
 _NAMED_BY_CORES = ("v2", "v3", "v4", "v5p")
@@ -107,9 +113,7 @@ class Chip:
         """Writes the figures of a GPU as the text of XLA's `GpuTargetConfigProto`."""
         device = dict(self.device)
         major, minor = device.pop("capability")
-        return string.Template(
-            resource("policy.inspect.estimate", "gpu_target_config.txtpb")
-        ).substitute(
+        return string.Template(_resource("gpu_target_config.txtpb")).substitute(
             device,
             memory=int(self.memory),
             major=major,
@@ -128,8 +132,7 @@ def _chip(table: dict[str, Any]) -> Chip:
 
 
 CHIPS: dict[str, Chip] = {
-    name: _chip(table)
-    for name, table in tomllib.loads(resource("policy.inspect.estimate", "chips.toml")).items()
+    name: _chip(table) for name, table in tomllib.loads(_resource("chips.toml")).items()
 }
 
 

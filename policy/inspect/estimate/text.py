@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from policy.inspect.estimate.rows import Buffer, EstimateRows, PolicyCost
 from policy.inspect.estimate.targets import axes_text
-from policy.inspect.render.html import MEMORY
 from policy.inspect.render.text import Paint, amount, bytes_text, duration, short
 
 _WIDTH = 100
+_MEMORY = ("memory", "arguments", "temporaries", "outputs", "code")
 _LONGEST = 32  # characters of a name that stands in its row; longer ones stand above theirs
 _BUFFERS = 8
 _STYLES = {True: "good", False: "bad", None: "dim"}
@@ -63,7 +63,7 @@ def columns_of(estimate: EstimateRows) -> list[Figures]:
             bytes_text,
             part == "memory" and are_alike,
         )
-        for part in ("memory", *MEMORY)
+        for part in _MEMORY
     ]
     flops = Figures("matmul FLOPs", lambda row: sum(row.matmul_flops.values()), amount, False)
     exchanges = [Figures("exchanges", exchanged_bytes, bytes_text, are_alike)]
@@ -356,7 +356,7 @@ def _buffers(row: PolicyCost, paint: Paint) -> Iterator[str]:
         yield from _buffer(buffer)
     more = len(row.buffers) - _BUFFERS
     if more > 0:
-        yield paint("dim", f"  {more} more in to_html() and to_json()")
+        yield paint("dim", f"  {more} more in to_json()")
 
 
 def _buffer(buffer: Buffer) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TextIO
 
+OUTSIDE = "(outside of any module)"
 _STYLES = {"bad": "31", "warn": "33", "good": "32", "dim": "2", "bold": "1"}
 _SHORT = {
     "bfloat16": "bf16",

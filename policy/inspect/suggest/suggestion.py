@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
-from typing import Any
 
 from policy.core.rules import PolicyRules
-from policy.inspect.suggest.front import FrontPoint, front_lines, plotted, unbeaten
+from policy.inspect.suggest.front import FrontPoint, front_lines, unbeaten
 from policy.inspect.suggest.patterns import code_of
 
 
@@ -104,23 +102,6 @@ class Suggestion:
     def code(self) -> str:
         """Returns the rules as Python code to paste."""
         return f"rules = {code_of(self.rules)}"
-
-    def plot(self, path: str | Path | None = None) -> Any:
-        """Draws the front of error against cost, as a matplotlib Figure.
-
-        Args:
-          path: a file to write it to, by its ending a PNG or another format of matplotlib's.
-
-        Raises:
-          ImportError: matplotlib is not installed.
-          ValueError: there is no front, as `suggest` was given no target.
-        """
-        if not self.target:
-            raise ValueError(
-                "There is no front to plot: give suggest a target, as in on='v5e:1x1'."
-            )
-        title = f"{self.policy} on {self.target}, by {self.timing}"
-        return plotted(self.points, self.chosen, self.budget, title, path)
 
     def __str__(self) -> str:
         how = {

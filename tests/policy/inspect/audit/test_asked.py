@@ -14,7 +14,6 @@ from flax import nnx as flax_nnx
 
 from mpmodules import linen, nnx
 from policy import audit, autocast, compare, full_precision, set_policy, use_policy
-from policy.inspect.audit.render.html import page
 
 X = jnp.ones((2, 4))
 HALF = "mixed_bfloat16"
@@ -176,14 +175,13 @@ def test_no_findings_without_a_policy_says_so():
     report = audit(model.apply, variables, X)
     assert report.policy == json.loads(report.to_json())["policy"] == ""
     assert str(report).startswith("audit of apply: no findings, and no policy was in force\n")
-    assert "None, and no policy was in force." in report.to_html()
     for found, policy in (
         (audit(model.apply, variables, X, policy=HALF), HALF),
         (audit(autocast(model.apply, HALF), variables, X), "of modules"),
         (audit(linen.apply_policy(model, HALF).apply, variables, X), "of modules"),
         (audit(nnx_model(nnx, dtype_policy=HALF), X), "of modules"),
     ):
-        assert found.policy == policy and "no policy" not in str(found) + page(found)
+        assert found.policy == policy and "no policy" not in str(found)
     jitted = jax.jit(linen.apply_policy(model, HALF).apply)
     jitted.lower(variables, X)  # what was traced before is known by its casts
     assert audit(jitted, variables, X).policy == "of modules"
@@ -261,7 +259,7 @@ def test_an_operation_shows_the_precision_of_its_float32_matmul():
     fn = lambda x, y: jnp.dot(x, y, precision="highest") + x @ y  # noqa: E731
     report = audit(fn, jnp.ones((4, 4)), jnp.ones((4, 4)))
     assert {op.precision for op in report.operations} == {"highest", "default", ""}
-    assert "dot_general, highest" in str(report) and "dot_general, highest" in report.to_html()
+    assert "dot_general, highest" in str(report)
     mixed = audit(lambda x, y: jnp.dot(x, y, precision=("default", "highest")), X, X.T)
     assert [op.precision for op in mixed.operations] == ["highest, default"]
     half = audit(jnp.dot, X.astype(jnp.bfloat16), X.T.astype(jnp.bfloat16))

@@ -138,9 +138,6 @@ def test_reports_on_the_standard_output_and_in_a_file(model, capsys, tmp_path):
     assert found["findings"][0]["kind"] == "low-precision-function"
     assert run(f"{model}:example", "--json", str(tmp_path / "out.json")) == 0
     assert json.loads((tmp_path / "out.json").read_text()) == found
-    capsys.readouterr()
-    assert run(f"{model}:example", "--html", "-") == 0
-    assert capsys.readouterr().out.startswith("<!DOCTYPE html>")
 
 
 ARGUMENTS: dict[str, Any] = {
@@ -220,7 +217,6 @@ REFUSED = {
     "examples.py:f --arg f32[²]": r"--arg 'f32\[²\]' can't be read: give a shape",
     "examples.py:f --arg f64[4,4]": "float32 instead of float64 here. Set JAX_ENABLE_X64=1",
     "examples.py:good_example --json /nowhere/x.json": r"there is no folder /nowhere\.",
-    "examples.py:good_example --json - --html -": r"both take the standard output",
     "examples.py:good_example --ignore repeated-casts": r"Did you mean 'repeated-cast'\?",
     "examples.py": "should be module:function or file.py:function, as in train:loss_fn",
     "examples.py:nett": r"has no 'nett'\. Did you mean 'net'\?",

@@ -1,4 +1,4 @@
-"""An audit as figures, JSON, files and text."""
+"""An audit as figures, JSON and text."""
 
 import dataclasses
 import io
@@ -116,14 +116,6 @@ def test_json_has_everything_and_keeps_its_names(report):
     for cls, names in (Operation, f"{of_operation} bytes precision"), (Finding, of_finding):
         assert [field.name for field in dataclasses.fields(cls)] == names.split()
     assert "\n" not in report.to_json(indent=None)
-
-
-def test_a_report_is_saved_by_the_name_of_its_file(report, tmp_path):
-    report.save(tmp_path / "audit.json")
-    assert json.loads((tmp_path / "audit.json").read_text())["name"] == "network"
-    told = r"An audit is saved as .html or .json, but got '.*audit.txt'."
-    with pytest.raises(ValueError, match=told):
-        report.save(tmp_path / "audit.txt")
 
 
 def test_text_has_findings_before_the_tree_of_modules(report):

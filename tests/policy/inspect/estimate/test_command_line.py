@@ -154,11 +154,11 @@ def test_the_fields_of_a_policy_stay_together(text, expected):
 
 
 def test_each_target_has_a_table_and_files_of_its_own(train, asked, capsys, tmp_path):
-    files = ("--html", str(tmp_path / "cost.html"), "--json", str(tmp_path / "cost.json"))
+    files = ("--json", str(tmp_path / "cost.json"))
     assert run(f"{train}:example", "--on", "v5e:4x4, h100:8,v5e:4x4", *files) == 0
     assert [options["on"] for _, _, options in asked.calls] == ["v5e:4x4", "h100:8"]
     assert capsys.readouterr().out.count(f"estimate of {train}:example") == 2
-    names = [f"cost-{target}.{end}" for target in ("h100-8", "v5e-4x4") for end in ("html", "json")]
+    names = [f"cost-{target}.json" for target in ("h100-8", "v5e-4x4")]
     assert sorted(file.name for file in tmp_path.iterdir()) == names
 
 
@@ -166,18 +166,9 @@ def test_reports_go_to_files_or_the_standard_output(train, asked, capsys, tmp_pa
     assert run(f"{train}:example", "--json", "-") == 0
     read = json.loads(capsys.readouterr().out)
     assert (read["name"], read["target"]) == (f"{train}:example", "here")
-    assert run(f"{train}:example", "--html", "-") == 0
-    assert capsys.readouterr().out.startswith("<!DOCTYPE html>")
     assert run(f"{train}:example", "--json", str(tmp_path / "x.json")) == 0
     assert json.loads((tmp_path / "x.json").read_text()) == read
     assert capsys.readouterr().out.startswith("estimate of ")
-
-
-@pytest.mark.slow  # imports matplotlib
-def test_a_plot_is_a_file(train, asked, tmp_path):
-    pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    assert run(f"{train}:example", "--plot", str(tmp_path / "x.png")) == 0
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_row_that_lacks_memory_fails_where_that_is_asked_for(train, asked):
@@ -199,13 +190,6 @@ def test_accelerators_are_looked_for_only_where_they_are_the_target(train, asked
     assert changed == [("jax_platforms", "cpu")]
 
 
-def test_a_plot_without_matplotlib_is_refused_at_once(train, asked, capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert run(f"{train}:example", "--plot", "x.png") == 2
-    message = "error: --plot draws with matplotlib, which is missing: pip install matplotlib"
-    assert message in capsys.readouterr().err and not asked.calls
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -222,10 +206,8 @@ def test_a_plot_without_matplotlib_is_refused_at_once(train, asked, capsys, monk
         (["--shard", "data"], "error: --shard 'data' should be an argument's position and axes"),
         (["--donate", "w"], "error: --donate 'w' should be positions of arguments, as in 0,1."),
         (["--params", "w"], "error: --params selects the arguments to differentiate: give"),
-        (["--json", "-", "--html", "-"], "error: --json - and --html - both take the standard"),
-        (["--json", "-", "--on", "cpu,v5e"], "error: --json - and --html - print one report, but"),
-        (["--plot", "x.txt"], "error: --plot 'x.txt' should end in .png, .svg or .pdf."),
-        (["--html", "/nowhere/x"], "error: /nowhere/x can't be written: there is no folder"),
+        (["--json", "-", "--on", "cpu,v5e"], "error: --json - prints one report, but --on has 2"),
+        (["--json", "/nowhere/x"], "error: /nowhere/x can't be written: there is no folder"),
     ],
 )
 def test_errors_are_one_line_and_come_before_anything_is_compiled(

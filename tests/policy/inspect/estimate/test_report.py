@@ -1,23 +1,18 @@
-"""An estimate's figures, JSON and files; as text, as a page and as a plot."""
+"""An estimate's figures, as JSON and as text."""
 
 import dataclasses
 import io
 import json
-import pathlib
 import re
-import sys
 
 import numpy as np
 import pytest
 
-from policy.inspect.estimate.html import estimate_page
 from policy.inspect.estimate.report import Estimate
 from policy.inspect.estimate.rows import Buffer, Exchange, PolicyCost
 from policy.inspect.estimate.text import estimate_text
-from tests.policy.inspect.audit.test_page import Elements, all_of
 from tests.policy.inspect.estimate.estimates import (
     GIB,
-    HOSTILE,
     buffer,
     cost,
     estimate_of,
@@ -98,16 +93,6 @@ def test_json_has_null_for_what_is_unknown_and_no_infinities():
     assert (row["bytes"], row["cycles"], row["memory"], row["flops"]) == (None, None, 3, {"f": 2.0})
 
 
-@pytest.mark.parametrize("ending", ["json", "html"])
-def test_an_estimate_is_saved_by_the_name_of_its_file(tmp_path: pathlib.Path, ending):
-    found = hostile()
-    found.save(tmp_path / f"cost.{ending}")
-    text = (tmp_path / f"cost.{ending}").read_text(encoding="utf-8")
-    assert text == (found.to_json() if ending == "json" else found.to_html())
-    with pytest.raises(ValueError, match=r"saved as .html, .json, .png or .svg, but got '.*.txt'"):
-        found.save(tmp_path / "cost.txt")
-
-
 def test_the_head_says_what_was_estimated_and_by_what():
     head = """\
 estimate of train.py:example: 2 of 3 policies fit
@@ -141,7 +126,7 @@ def test_a_row_that_lacks_memory_says_how_much_and_what_takes_it():
     assert "     1 GiB  f32[8,2048,50257]  argument  args[0]\n" in f"{text}\n"
     assert "largest buffers" not in str(estimate_of(cost(buffers=(buffer(),))))
     many = estimate_of(lacking(buffers=(buffer(),) * 11))
-    assert "  3 more in to_html() and to_json()" in str(many)
+    assert "  3 more in to_json()" in str(many)
     assert str(many).count("f32[8,2048,50257]") == 8
 
 
@@ -199,95 +184,3 @@ def test_a_terminal_has_colours_unless_no_color_is_set(monkeypatch, capsys):
     assert terminal.getvalue() == f"{found}\n"
     found.show()
     assert capsys.readouterr().out == f"{found}\n"
-
-
-def test_the_page_has_every_part():
-    found = estimate_of(cost(uncounted=("sorts",)), lacking(), half(), notes=("A note.",))
-    elements = Elements(estimate_page(found))
-    assert not elements.open
-    headings = ["Policies (3)", "Memory of a device", "FLOPs by dtype", "Exchanges between devices"]
-    places = [elements.text.index(part) for part in [*headings, "Largest buffers", "Modules"]]
-    assert places == sorted(places)
-    figures = ("2 of 3 policies fit.", "lacks 4 GiB", "fits, 10 GiB spare", "≥ 820 ms", "x0.50")
-    names = ("97.5%", "train.py:41 (loss_fn)", "Transformer/head", "sorts (float32)", "A note.")
-    line = "The dashed line is the device's memory, 16 GiB."
-    assert [part for part in (*figures, *names, line) if part not in elements.text] == []
-    assert found.to_html() == estimate_page(found)
-
-
-def test_bars_of_memory_stand_against_the_capacity():
-    page = estimate_page(estimate_of(lacking(arguments=8 * GIB, temporaries=12 * GIB, outputs=0)))
-    pieces = [one for one in all_of(Elements(page), "span") if "style" in one]
-    memory = {one["class"]: one["style"] for one in pieces if "float" not in str(one["class"])}
-    assert memory["piece arguments"] == "width:40.0000%"
-    assert memory["piece temporaries"] == "width:60.0000%"
-    assert memory["capacity"] == "left:80.0000%" and "piece outputs" not in memory
-    small = cost(memory=5 * GIB, arguments=4 * GIB, temporaries=GIB, outputs=0, code=0)
-    page = estimate_page(estimate_of(lacking(), small))
-    assert 'class="piece arguments" style="width:20.0000%"' in page
-
-
-def test_numbers_sort_by_their_size_and_unknown_ones_by_nothing():
-    elements = Elements(estimate_page(estimate_of(cost(), not_compiled())))
-    cells = [cell for cell in all_of(elements, "td") if cell["data-label"] == "seconds"]
-    assert float(cells[0]["data-value"]) == pytest.approx(0.82) and "data-value" not in cells[1]
-
-
-def test_columns_and_sections_that_no_row_has_are_left_out_of_the_page():
-    elements = Elements(estimate_page(on_one_gpu()))
-    labels = {cell["data-label"] for cell in all_of(elements, "td")}
-    assert {"policy", "memory", "bytes", "kernels"} <= labels
-    assert not labels & {"fits", "cycles", "seconds", "exchanges"}
-    assert "Exchanges" not in elements.text and "Modules" not in elements.text
-    assert "dashed" not in elements.text and "capacity" not in str(all_of(elements, "span"))
-    assert "Remarks" not in elements.text
-
-
-def test_hostile_names_are_text_on_the_page():
-    elements = Elements(estimate_page(hostile()))
-    assert not elements.open and len(all_of(elements, "script")) == 1
-    assert HOSTILE in elements.text and "FLOPs of matmuls: none" in elements.text
-    assert "lacks 1 TiB" not in elements.text and "does not fit" in elements.text
-
-
-def bars(axes) -> dict[str, list[float]]:
-    return {c.get_label(): [round(bar.get_width(), 3) for bar in c] for c in axes.containers}
-
-
-@pytest.mark.slow  # imports matplotlib
-def test_the_plot_stacks_memory_beside_the_capacity_and_seconds():
-    pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    figure = estimate_of(cost(), half(uncounted=("sorts",))).plot()
-    memory, seconds = figure.axes
-    assert bars(memory) == {"arguments": [6, 6], "temporaries": [5, 5], "outputs": [1, 1]}
-    assert [np.asarray(line.get_xdata())[0] for line in memory.lines] == [16.0]
-    assert memory.get_xlabel() == "memory of a device, GiB"
-    assert bars(seconds) == {"compute": [800, 400], "exchanges": [20, 10]}
-    assert seconds.get_xlabel() == "time by the compiler's cycles, ms"
-    assert [text.get_text() for text in seconds.texts] == [" or more"]
-    assert [tick.get_text() for tick in memory.get_yticklabels()] == ["float32", "mixed_bfloat16"]
-
-
-@pytest.mark.slow  # imports matplotlib
-def test_the_plot_of_unknown_seconds_has_memory_alone_and_names_are_no_mathematics():
-    pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    [memory] = on_one_gpu().plot().axes
-    assert not memory.lines and set(bars(memory)) == {"arguments", "temporaries", "outputs"}
-    memory, seconds = estimate_of(cost("$x_1$ \x1b"), not_compiled()).plot().axes
-    assert [text.get_text() for text in seconds.texts] == [" unknown"]
-    assert [tick.get_text() for tick in memory.get_yticklabels()] == [r"\$x_1\$ ", "given up"]
-
-
-@pytest.mark.slow  # imports matplotlib
-@pytest.mark.parametrize(("ending", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_the_plot_is_saved_without_a_window(tmp_path, ending, start):
-    pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    hostile().save(tmp_path / f"cost.{ending}")
-    assert (tmp_path / f"cost.{ending}").read_bytes().startswith(start)
-
-
-def test_without_matplotlib_the_way_out_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    message = "Estimate.plot draws with matplotlib, which is not installed: pip install matplotlib"
-    with pytest.raises(ImportError, match=f"^{message}$"):
-        estimate_of(cost()).plot()

@@ -24,7 +24,6 @@ from policy.inspect.estimate.steps import rows_of
 from policy.inspect.estimate.targets import Target
 from policy.inspect.estimate.text import estimate_text
 from policy.programs.reading.graph import Graph
-from tests.policy.inspect.audit.test_page import Elements, all_of
 from tests.policy.inspect.estimate.estimates import GIB, cost, estimate_of, lacking, not_compiled
 
 LAYERS, WIDTH = 3, 32
@@ -283,29 +282,12 @@ def test_the_text_of_a_search_marks_the_front_and_has_time_by_example_and_mfu():
     assert "front" not in estimate_text(estimate_of(cost(), cost("other")))
 
 
-def test_the_page_and_the_json_of_a_search_have_the_same():
-    page = Elements(FOUND.to_html())
-    marks = [cell for cell in all_of(page, "td") if cell["data-label"] == "front"]
-    assert len(marks) == 4 and page.text.count("*") >= 2 and "Rows (4)" in page.text
-    assert {"row", "an example", "MFU"} <= {cell["data-label"] for cell in all_of(page, "td")}
+def test_the_json_of_a_search_has_its_front_and_options():
     read = json.loads(FOUND.to_json())
     assert read["front"] == ["batch=16", "batch=8"]
     row = read["rows"][1]
     assert (row["batch"], row["remat"], row["mesh"]) == (16, "full", {})
     assert (row["seconds_per_example"], row["mfu"]) == (1.5 / 16, 2e15 / (1.5 * 16 * 2e14))
-
-
-@pytest.mark.slow  # imports matplotlib
-def test_the_plot_of_a_search_has_the_front():
-    pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    *_, front = sorted(FOUND.plot().axes, key=lambda axes: len(axes.lines))
-    assert front.get_xlabel() == "memory of a device, GiB"
-    assert front.get_ylabel() == "time of an example, ms"
-    lines: Any = front.lines
-    line, others = lines[:2]
-    assert list(zip(line.get_xdata(), line.get_ydata(), strict=True)) == [(7, 93.75), (5, 125.0)]
-    assert list(others.get_xdata()) == [9, 20] and lines[2].get_label() == "device"
-    assert [text.get_text() for text in front.texts] == ["batch=16", "batch=8"]
 
 
 def test_the_values_of_a_call_become_those_of_a_search():

@@ -456,28 +456,3 @@ def test_the_headline_says_what_chose_the_rules():
     assert "# outputs within 0.2 of float32: 0.1 with" in str(suggestion(points, 0.2))
     lacking = suggestion((point(0.1, None, missing=2**30),))
     assert str(lacking).startswith("# no program fits on v5e:1x1") and lacking.front == ()
-
-
-def test_the_front_is_drawn_and_written(tmp_path):
-    pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    points = (point(0.1, 1e-4), point(0.01, 2e-4), point(0.02, 3e-4), point(math.inf, 0.5e-4))
-    figure = suggestion(points, 0.05).plot(tmp_path / "front.png")
-    (axes,) = figure.axes
-    front, beaten, chosen = axes.lines[:3]
-    assert (tmp_path / "front.png").stat().st_size > 1000
-    assert list(front.get_xdata()) == [50.0, 100.0, 200.0], "in microseconds"
-    assert list(beaten.get_xdata()) == [pytest.approx(300.0)]
-    assert list(chosen.get_ydata()) == [0.1] and axes.get_yscale() == "log"
-    assert "v5e:1x1" in axes.get_title()
-
-
-def test_without_matplotlib_a_line_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="not installed: pip install matplotlib"):
-        suggestion((point(0.1, 1.0),)).plot()
-
-
-def test_without_a_target_there_is_no_front_to_plot():
-    plain = dataclasses.replace(suggestion((point(0.1, 1.0),)), target="")
-    with pytest.raises(ValueError, match="no front to plot: give suggest a target"):
-        plain.plot()
