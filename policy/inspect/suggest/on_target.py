@@ -16,7 +16,6 @@ from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.inspect.estimate.costing import CompiledRow, compiled_row
 from policy.inspect.estimate.placement import Placement, placement_of
-from policy.inspect.estimate.rows import Point, is_beaten
 from policy.inspect.estimate.steps import Candidate, MadeCall, Step, traced_step
 from policy.inspect.estimate.targets import Target
 from policy.inspect.suggest.applied import (
@@ -27,15 +26,13 @@ from policy.inspect.suggest.applied import (
     suggestion_of,
 )
 from policy.inspect.suggest.front import FrontPoint
-from policy.inspect.suggest.search import Search, WideModules, subsets
+from policy.inspect.suggest.search import Search, WideModules
 from policy.inspect.suggest.suggestion import Suggestion
 from policy.inspect.suggest.trial import Trial, candidate_of
 from policy.inspect.traced.call import short_text
 from policy.programs.paths import Path, spelled
 
 RuledRow = tuple[PolicyRules, CompiledRow]
-_Places = dict[WideModules, Point]
-_MOST_SUBSETS = 6  # the largest number of candidates of which all sets are measured
 # A module that costs less than this share of the program is taken to cost so much.
 _LEAST_SHARE = 1e-4
 
@@ -107,7 +104,8 @@ class FrontSearch:
             wide, _, error, self.confirmations = confirmed(trial, search, self.budget)
             self.measured[wide] = error
             asked = [wide]
-        sets = chosen_sets(measured_sets(search), search.costs, self.count, asked)
+        sets = front_sets(search.order(), self.count, asked)
+        search.runs = max(search.runs, len(sets))
         chosen = self._chosen(search, sets)
         points = {wide: self._point(search, wide) for wide in sets}
         if chosen is None and asked:
@@ -171,7 +169,7 @@ class FrontSearch:
         return FrontPoint(
             rules,
             tuple(spelled(self.trial.paths[i]) for i in sorted(wide)),
-            self.measured.get(wide, search.known[wide]),
+            self.measured.get(wide, search.error(wide) or 0.0),
             None if cost.is_exhausted else cost.cycles,
             None if cost.is_exhausted else cost.seconds,
             cost.exchange_seconds,
@@ -185,70 +183,20 @@ def _cost(point: FrontPoint) -> float:
     return math.inf if point.seconds is None else point.seconds
 
 
-# --------------------------------------------------------------------------------------------------
-# The sets to compile
-# --------------------------------------------------------------------------------------------------
-
-
-def measured_sets(search: Search) -> dict[WideModules, float]:
-    """Returns sets of candidates and their errors by the program with flags.
-
-    Of few candidates they are all sets; of more, the beginnings of `Search.order`, by the error
-    that a candidate removes per cost, and whatever the search has measured.
-    """
-    if len(search.every) <= _MOST_SUBSETS:
-        sets = list(subsets(search.every))
-    else:
-        order = search.order()
-        sets = [frozenset(order[:count]) for count in range(len(order) + 1)]
-    search.runs = max(search.runs, len(sets))
-    for wide in sets:
-        search.error(wide)
-    return dict(search.known)
-
-
-def chosen_sets(
-    errors: Mapping[WideModules, float],
-    costs: Sequence[float],
-    count: int,
-    asked: Iterable[WideModules] = (),
+def front_sets(
+    order: Sequence[int], count: int, asked: Iterable[WideModules] = ()
 ) -> list[WideModules]:
-    """Returns at most `count` of the sets that no other one beats, far from each other.
+    """Returns at most `count` sets of candidates: none, all, those asked for, and others between.
 
     Args:
-      errors: of each set; those of no and of all candidates, which are always chosen, are among
-        them.
-      costs: of each candidate.
+      order: the candidates, by the error that each removes per cost.
       count: at least 2.
       asked: sets to choose after these two.
     """
-    places = _places(errors, costs)
-    chosen = list(dict.fromkeys([frozenset[int](), frozenset(range(len(costs))), *asked]))[:count]
-    while len(chosen) < count:
-        left = {
-            wide: min(math.dist(place, places[other]) for other in chosen if other in places)
-            for wide, place in places.items()
-            if not is_beaten(place, places.values())
-        }
-        farthest = max(left, key=left.__getitem__)
-        if not left[farthest]:
-            break
-        chosen.append(farthest)
-    return chosen
-
-
-def _places(errors: Mapping[WideModules, float], costs: Sequence[float]) -> _Places:
-    """Returns the cost of each set and the logarithm of its error, each between 0 and 1."""
-    finite = [error for error in errors.values() if 0 < error < math.inf] or [1.0]
-    low, high = math.log(min(finite) / 2), math.log(max(finite) * 2)
-    total = sum(costs) or 1.0
-
-    def along(error: float) -> float:
-        is_finite = 0 < error < math.inf
-        return (math.log(error) - low) / (high - low) if is_finite else float(error > 0)
-
-    shares = {wide: sum(costs[i] for i in wide) / total for wide in errors}
-    return {wide: (shares[wide], along(error)) for wide, error in errors.items()}
+    sizes = [round(len(order) * step / (count - 1)) for step in range(1, count - 1)]
+    ends = frozenset[int](), frozenset(order)
+    between = (frozenset(order[:size]) for size in sizes)
+    return list(dict.fromkeys([*ends, *asked, *between]))[:count]
 
 
 # --------------------------------------------------------------------------------------------------

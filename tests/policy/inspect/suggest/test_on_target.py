@@ -22,8 +22,7 @@ from policy.inspect.estimate.steps import Step
 from policy.inspect.estimate.targets import CHIPS, Target
 from policy.inspect.hlo.memory import MemoryUse
 from policy.inspect.suggest.front import FrontPoint, front_lines, unbeaten
-from policy.inspect.suggest.on_target import chosen_sets, measured_sets, module_costs
-from policy.inspect.suggest.search import Search
+from policy.inspect.suggest.on_target import front_sets, module_costs
 from policy.inspect.suggest.suggest import suggest
 from policy.inspect.suggest.suggestion import Suggestion
 from policy.inspect.traced.call import traced_call
@@ -365,8 +364,6 @@ def test_a_step_is_spread_over_the_devices_of_a_target(programs: list[str]) -> N
 
 # --- The front of error against cost ------------------------------------------------------------
 
-NONE: frozenset[int] = frozenset()
-
 
 def point(error: float, seconds: float | None, **options: Any) -> FrontPoint:
     rules = PolicyRules({f"layer_{error}".replace(".", "_"): "float32"})
@@ -402,44 +399,12 @@ def test_the_table_says_who_is_chosen_beaten_and_lacks_memory():
     assert not any(line and not line.startswith("#") for line in lines), "it is no code"
 
 
-def additive(squares: list[float]) -> Search:
-    """A search of candidates whose errors add up in squares, each of the same cost."""
-    return Search(
-        lambda wide: math.sqrt(sum(e for i, e in enumerate(squares) if i not in wide)),
-        lambda i: math.sqrt(squares[i]),
-        [1.0] * len(squares),
-    )
-
-
-def test_all_sets_of_few_candidates_are_measured_and_of_many_those_that_remove_most_per_cost():
-    few = measured_sets(additive([1.0, 2.0, 3.0, 4.0]))
-    assert len(few) == 16 and few[frozenset([0, 2])] == math.sqrt(6)
-    search = additive([float(i) for i in range(1, 10)])
-    search.costs = [1.0] * 8 + [100.0]  # the error of the last is the largest, but so is its cost
-    search.survey()
-    many = measured_sets(search)
-    assert set(map(len, many)) == set(range(10)) and len(many) == 10
-    assert {frozenset([7]), frozenset(range(8))} <= set(many) and frozenset([8]) not in many
-
-
-def test_the_chosen_sets_have_both_ends_and_are_far_from_each_other():
-    costs = [1.0] * 10
-    errors = {frozenset(range(count)): 10.0 ** (-count) for count in range(11)}
-    chosen = chosen_sets(errors, costs, 3)
-    assert chosen[:2] == [NONE, frozenset(range(10))]
-    assert chosen[2] == frozenset(range(5)), "the middle"
-    assert len(chosen_sets(errors, costs, 5)) == 5
-    assert len(set(chosen_sets(errors, costs, 99))) == 11
-
-
-def test_a_beaten_set_is_chosen_only_where_it_is_asked_for_and_overflows_are_chosen_from():
-    costs = [1.0, 1.0, 1.0]
-    # The first costs more than none, with no less error.
-    errors = {NONE: math.inf, frozenset([0]): math.inf}
-    errors |= {frozenset([1]): 0.1, frozenset([0, 1, 2]): 0.0}
-    assert frozenset([0]) not in chosen_sets(errors, costs, 5)
-    assert len(chosen_sets(errors, costs, 5)) == 3
-    assert chosen_sets(errors, costs, 3, [frozenset([0])])[2] == frozenset([0])
+def test_the_sets_of_a_front_are_its_ends_those_asked_for_and_the_first_in_order():
+    order = [3, 0, 2, 1]
+    every = frozenset(order)
+    assert front_sets(order, 3) == [frozenset(), every, frozenset([3, 0])]
+    assert front_sets(order, 3, [frozenset([2])]) == [frozenset(), every, frozenset([2])]
+    assert len(front_sets(order, 99)) == 5
 
 
 def suggestion(points: tuple[FrontPoint, ...], budget: float = math.inf) -> Suggestion:
