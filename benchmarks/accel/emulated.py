@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
+from policy.inspect.traced.passes import Device, in_passes, is_in_passes, require_device
 from policy.programs.jaxprs import Equation, bind, opened
 from policy.programs.rewriting.interpreter import Interpreter, handler_of
-from policy.programs.rewriting.upcast import Device, in_passes, is_in_passes, require_device
 
 
 def emulated(fn: Callable[..., Any], device: Device) -> Callable[..., Any]:

@@ -31,21 +31,14 @@ from policy.inspect.traced.module_values import (
     places_around,
     unlimited,
 )
+from policy.inspect.traced.passes import Device, in_passes, is_in_passes
+from policy.inspect.traced.placed import ModulePass, PlacedValue
+from policy.inspect.traced.upcast import Upcast, dtype_of, widen
 from policy.programs.jaxprs import Equation, OpenJaxpr, bind, live_part, opened, scan_arity
 from policy.programs.paths import divided, once
 from policy.programs.primitives import INLINED
 from policy.programs.reading.matmul_operands import LIMITS_CODES, QuantisedOperand
 from policy.programs.rewriting.interpreter import CONTROL_FLOW, handler_of, manual_axes
-from policy.programs.rewriting.upcast import (
-    Device,
-    ModulePass,
-    PlacedValue,
-    Upcast,
-    dtype_of,
-    in_passes,
-    is_in_passes,
-    widen,
-)
 
 Dtypes = Literal["as written", "float32"]
 

@@ -17,8 +17,9 @@ from policy.core.policy import Policy
 from policy.inspect.compare.recorder import Log, Measurement, Recording
 from policy.inspect.compare.statistics import is_discrete, is_float, measured
 from policy.inspect.traced.call import Call, Program, checked_policy, short_text
+from policy.inspect.traced.placed import ModulePass
+from policy.inspect.traced.upcast import dtype_of
 from policy.programs.jaxprs import opened
-from policy.programs.rewriting.upcast import ModulePass, dtype_of
 
 
 class Pair(NamedTuple):

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from policy.inspect.hlo.dump import ResultPlace
 from policy.inspect.hlo.kernels import add_to, everywhere
 from policy.inspect.hlo.text import Computation, Instruction, Module
+from policy.programs.module_paths import lost_prefixes, module_path
 from policy.programs.paths import Path, naming, path_of, spelled
 from policy.programs.reading.walk import users_line
-from policy.programs.rewriting.upcast import lost_prefixes, module_path
 
 _COSTLY = ("dot", "convolution", "custom-call", "reduce", "scatter", "gather", "sort")
 # Instructions that move or convert a value, of which XLA adds some without a name.

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from policy.inspect.traced.upcast import dtype_of
 from policy.programs import primitives
 from policy.programs.jaxprs import Equation
-from policy.programs.rewriting.upcast import dtype_of
 
 _LAST = 2**24  # more than operations; float32 has all whole numbers up to it
 

@@ -28,6 +28,8 @@ from policy.inspect.traced.module_values import (
     places_around,
     unlimited,
 )
+from policy.inspect.traced.placed import ModulePass, PlacedValue
+from policy.inspect.traced.upcast import dtype_of
 from policy.programs.jaxprs import (
     Equation,
     OpenJaxpr,
@@ -42,7 +44,6 @@ from policy.programs.primitives import HOST, INLINED
 from policy.programs.reading.matmul_operands import LIMITS_CODES, QuantisedOperand, codes_of
 from policy.programs.reading.walk import source_of
 from policy.programs.rewriting.interpreter import CONTROL_FLOW
-from policy.programs.rewriting.upcast import ModulePass, PlacedValue, dtype_of
 
 _PASSES = ("forward", "backward")
 

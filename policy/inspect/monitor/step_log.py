@@ -12,8 +12,9 @@ from policy.inspect.monitor.nonfinite import FirstSpan, StepOperation
 from policy.inspect.monitor.snapshot import KINDS, Kind, SnapshotRow, SnapshotRows, Span
 from policy.inspect.monitor.step import TrainStep
 from policy.inspect.traced.module_values import ModuleValue
+from policy.inspect.traced.placed import ModulePass
+from policy.programs.module_paths import lost_prefixes
 from policy.programs.paths import Path, naming, spelled
-from policy.programs.rewriting.upcast import ModulePass, lost_prefixes
 
 
 class NumbersPlace(NamedTuple):

@@ -16,6 +16,8 @@ import numpy as np
 from jax.extend import source_info_util
 
 from policy.core.scope import use_policy
+from policy.inspect.traced.placed import Reference
+from policy.inspect.traced.upcast import dtype_of, dtypes_of, keeps, widen
 from policy.programs.dtypes import F32, holds_half, is_half
 from policy.programs.jaxprs import (
     Equation,
@@ -24,17 +26,10 @@ from policy.programs.jaxprs import (
     opened,
     remat_program,
 )
+from policy.programs.module_paths import module_path
 from policy.programs.paths import Path
 from policy.programs.primitives import COMPARISONS, DRAWS, HOST, READS_BITS
 from policy.programs.reading.walk import Site, frames_of, walk, written_at
-from policy.programs.rewriting.upcast import (
-    Reference,
-    dtype_of,
-    dtypes_of,
-    keeps,
-    module_path,
-    widen,
-)
 
 _RANDOM = os.path.dirname(inspect.getfile(inspect.unwrap(jax.random.uniform)))
 

@@ -8,18 +8,18 @@ from typing import Any, Self
 
 from jax.typing import DTypeLike
 
-from policy.programs.jaxprs import Equation
-from policy.programs.marks import AUTOCAST, BOUNDARY
-from policy.programs.paths import Path
-from policy.programs.reading.matmul_operands import LIMITS_CODES
-from policy.programs.reading.walk import is_by_layers, layer_of, source_of
-from policy.programs.rewriting.upcast import (
+from policy.inspect.traced.placed import (
     NO_REFERENCE,
     ModulePass,
     PlacedInterpreter,
     PlacedValue,
     Reference,
 )
+from policy.programs.jaxprs import Equation
+from policy.programs.marks import AUTOCAST, BOUNDARY
+from policy.programs.paths import Path
+from policy.programs.reading.matmul_operands import LIMITS_CODES
+from policy.programs.reading.walk import is_by_layers, layer_of, source_of
 
 
 @dataclasses.dataclass(eq=False)

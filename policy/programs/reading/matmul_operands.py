@@ -11,11 +11,11 @@ from typing import Any, Literal, NamedTuple
 from policy.programs import primitives
 from policy.programs.dtypes import is_eight_bits, is_inexact_name
 from policy.programs.jaxprs import equations_within, opened
+from policy.programs.module_paths import module_path
 from policy.programs.operations import kind_of
 from policy.programs.paths import Path
 from policy.programs.reading.graph import Graph, Node, Value, is_joint, readers_past
 from policy.programs.reading.walk import OUR_FOLDER, Site, author_of
-from policy.programs.rewriting.upcast import EnclosingEquations, module_path
 
 PARAMETER, OTHER, COTANGENT = 1, 2, 4  # as bits
 AS_IT_IS = primitives.MOVES_DATA | primitives.CASTS
@@ -104,6 +104,8 @@ def _is_gradient(node: Node) -> bool:
     return any(value.is_output for one in (node, *kept) for value in one.outputs)
 
 
+# The `id`s of the equations that a program stands in, outermost first.
+EnclosingEquations = tuple[int, ...]
 CastPlace = tuple[EnclosingEquations, int]
 CodedSide = Literal["input", "weight", "cotangent"]
 

@@ -26,11 +26,11 @@ from policy.inspect.suggest.on_target import front_sets, module_costs
 from policy.inspect.suggest.suggest import suggest
 from policy.inspect.suggest.suggestion import Suggestion
 from policy.inspect.traced.call import traced_call
+from policy.inspect.traced.upcast import dtypes_of
 from policy.programs.dtypes import is_half
 from policy.programs.jaxprs import opened
 from policy.programs.operations import bytes_of, flops_of
 from policy.programs.reading.walk import walk
-from policy.programs.rewriting.upcast import dtypes_of
 from tests.benchmarks.accelerators import target
 from tests.policy.errors import exactly, relative
 from tests.programs import apply

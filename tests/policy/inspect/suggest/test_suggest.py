@@ -14,7 +14,7 @@ from mpmodules import nnx
 from policy import PolicyRules, autocast, get_policy, use_policy
 from policy.inspect.suggest.suggest import suggest
 from policy.inspect.suggest.trial import Emulated, Flags
-from policy.programs.rewriting.upcast import PlacedValue
+from policy.inspect.traced.placed import PlacedValue
 from tests.policy.errors import exactly, normal, relative
 from tests.programs import apply
 
