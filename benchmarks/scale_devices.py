@@ -30,7 +30,7 @@ from benchmarks.table import Row
 from policy import apply_gradients, loss_scale_of, mixed_precision, value_and_grad
 from policy.optim import state_shardings
 from policy.sharding import Collective
-from policy.sharding.collectives import collectives_of
+from policy.sharding import collectives_of
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 EXACT, TIMED = 1.01, 1.5

@@ -9,10 +9,10 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from policy.sharding import Collective, collectives_of
-from policy.sharding.collectives import (
+from policy.inspect.hlo.collectives import (
     _partitioned,  # the text of XLA versions that aren't installed
 )
+from policy.sharding import Collective, collectives_of
 from tests.eight_devices import run_tests_on_eight_devices
 
 

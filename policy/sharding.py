@@ -1,7 +1,7 @@
 """Gradients across devices: varying values, reductions, collectives."""
 
-from policy.sharding.all_reduce import all_reduce, vary
-from policy.sharding.collectives import Collective, collectives_of
+from policy.grads.all_reduce import all_reduce, vary
+from policy.inspect.hlo.collectives import Collective, collectives_of
 
 __all__ = ["Collective", "all_reduce", "collectives_of", "vary"]
 
