@@ -66,22 +66,22 @@ def error(found: np.ndarray, first: np.ndarray, second: np.ndarray) -> float:
 
 
 FIRST = {
-    "e4m3: int8, float8": minifloat(4, 3),
+    "e4m3: int8": minifloat(4, 3),
     "e3m4": minifloat(3, 4),
     "e5m2": minifloat(5, 2),
     "Dettmers' map": dynamic(True),
     "linear": linear(128),
-    "4 bits, e3m0: int4": minifloat(3, 0),
+    "4 bits, e3m0": minifloat(3, 0),
     "4 bits, e2m1": minifloat(2, 1),
     "4 bits, Li et al.'s map": LI_FIRST,
 }
 SECOND = {
     "e5m3, never 0: int8": minifloat(5, 3),
-    "e5m2, never 0: float8": minifloat(5, 2),
+    "e5m2, never 0": minifloat(5, 2),
     "e4m4, never 0": minifloat(4, 4),
     "Dettmers' map": dynamic(False),
     "linear": linear(256),
-    "4 bits, e4m0, never 0: int4": minifloat(4, 0),
+    "4 bits, e4m0, never 0": minifloat(4, 0),
     "4 bits, e3m1, never 0": minifloat(3, 1),
     "4 bits, Li et al.'s map": LI_SECOND,
 }

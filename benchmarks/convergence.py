@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import pathlib
 import sys
@@ -36,9 +35,8 @@ from benchmarks.accuracy.report import environment
 from benchmarks.command import page_parser
 from benchmarks.markdown import measured_on, note, wrapped
 from benchmarks.markdown import table as markdown_table
-from benchmarks.moments import language_model
 
-SEED, SEEDS = 0, 3  # the first, and how many of the quadratic and of the text
+SEED, SEEDS = 0, 3  # the first, and how many of the quadratic
 ROOT = pathlib.Path(__file__).parents[1]
 NOTES, RESULTS = ROOT / "benchmarks" / "notes", ROOT / "benchmarks" / "results" / "convergence.json"
 PAGE = ROOT / "docs" / "convergence.md"
@@ -46,8 +44,7 @@ PAGE = ROOT / "docs" / "convergence.md"
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """A way to store params: their dtype, and the copy kept beside them; and Adam's moments, in
-    float32 if no dtype is given. `on_text` trains a language model too. `within` bounds the error
+    """A way to store params: their dtype, and the copy kept beside them. `within` bounds the error
     on the quadratic, as a factor, and the loss of accuracy on the digits.
     """
 
@@ -56,48 +53,36 @@ class Storage:
     master_weights: Any = "none"
     bytes_beside: int = 0
     within: tuple[float, float] | None = None
-    moments: str | None = None
-    on_text: bool = False
 
     def wrap(self, tx: optax.GradientTransformation, seed: int = SEED) -> mp.MixedPrecision:
-        """Wraps a transform, with its params and moments stored in this way."""
-        is_random = self.moments or self.master_weights in ("remainder8", "stochastic")
+        """Wraps a transform, with its params stored in this way."""
+        is_random = self.master_weights == "stochastic"
         return mp.mixed_precision(
             tx,
             self.dtype,
             master_weights=self.master_weights,
-            moment_dtype=self.moments and {"mu": self.moments, "nu": self.moments},
             key=jax.random.key(seed) if is_random else None,
         )
 
     @property
     def bytes(self) -> float:
-        """Bytes of a param and of both moments, with the scales of their codes."""
-        moments = 8 if self.moments is None else 1 + 2 * 4 / 128
-        return jnp.dtype(self.dtype).itemsize + self.bytes_beside + moments
+        """Bytes of a param and of both moments."""
+        return jnp.dtype(self.dtype).itemsize + self.bytes_beside + 8
 
 
-REFERENCE = Storage("float32", "float32", on_text=True)
+REFERENCE = Storage("float32", "float32")
 STORAGES = (
     REFERENCE,
     Storage("bfloat16, none", "bfloat16"),
     Storage("bfloat16, full", "bfloat16", "full", 4, (1.05, 0.01)),
     Storage("bfloat16, remainder", "bfloat16", "remainder", 2, (1.05, 0.01)),
-    Storage("bfloat16, remainder8", "bfloat16", "remainder8", 1, (1.05, 0.01), on_text=True),
-    Storage(
-        "bfloat16, remainder8, int4 moments",
-        *("bfloat16", "remainder8", 1, (1.5, 1.0), "int4", True),
-    ),
-    Storage("bfloat16, kahan", "bfloat16", "kahan", 2, (1.05, 0.01)),
     Storage("bfloat16, stochastic", "bfloat16", "stochastic", 0, (3.0, 0.02)),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One storage's figures; those of the quadratic and of the text are means over the seeds, and
-    standard deviations.
-    """
+    """One storage's figures; the quadratic's are means over the seeds, and standard deviations."""
 
     storage: Storage
     used_error: float
@@ -105,8 +90,6 @@ class Row:
     loss: float
     accuracy: float
     error_deviation: float = 0.0
-    nats: float = 0.0
-    nats_deviation: float = 0.0
 
 
 def quadratic(
@@ -167,18 +150,12 @@ def digits(storage: Storage, small: bool = False) -> tuple[float, float]:
 
 def measure(storage: Storage, small: bool = False) -> Row:
     """Runs the jobs; the small digits for the last storage only, as the others take as long to
-    compile the same code, and no small text.
+    compile the same code.
     """
     if not small:
         errors = np.asarray([quadratic(storage, seed=seed) for seed in range(SEEDS)])
-        nats = [
-            language_model(functools.partial(storage.wrap, seed=seed), seed=seed)
-            for seed in range(SEEDS if storage.on_text else 0)
-        ]
-        ends = digits(storage) if storage.moments is None else (0.0, 0.0)
         used, master = (float(mean) for mean in errors.mean(0))
-        text = (float(np.mean(nats)), float(np.std(nats, ddof=1))) if nats else ()
-        return Row(storage, used, master, *ends, float(errors[:, 0].std(ddof=1)), *text)
+        return Row(storage, used, master, *digits(storage), float(errors[:, 0].std(ddof=1)))
     ends = digits(storage, small) if storage == STORAGES[-1] else (0.0, 0.0)
     return Row(storage, *quadratic(storage, 256, 400), *ends)
 
@@ -196,9 +173,6 @@ def complaints(rows: list[Row]) -> list[str]:
                 f"{row.storage.name}: {row.used_error:.3g} on the quadratic, above {factor:g} "
                 "times float32."
             )
-        noise = np.hypot(row.nats_deviation, reference.nats_deviation) / SEEDS**0.5
-        if row.nats > reference.nats + 2 * noise:
-            found.append(f"{row.storage.name}: {row.nats:.4f} nats, beyond float32's noise.")
         if row.accuracy < reference.accuracy - points:
             found.append(
                 f"{row.storage.name}: an accuracy of {row.accuracy:.2%}, more than {points:.0%} "
@@ -212,7 +186,7 @@ def complaints(rows: list[Row]) -> list[str]:
 
 HEADER = (
     *("params, kept beside them", "bytes with both moments"),
-    *("quadratic: error", "digits: accuracy", "text: nats"),
+    *("quadratic: error", "digits: accuracy"),
 )
 
 
@@ -226,7 +200,6 @@ def table(rows: list[Row]) -> str:
             f"{row.used_error:.2e} ± {row.error_deviation:.0e} "
             f"({row.used_error / reference.used_error:.2f})",
             f"{row.accuracy:.2%}" if row.accuracy else "",
-            f"{row.nats:.4f} ± {row.nats_deviation:.4f}" if row.nats else "",
         )
         for row in rows
     ]

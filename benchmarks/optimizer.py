@@ -40,7 +40,7 @@ from policy import ScaledGradients, apply_gradients, loss_scale_of, mixed_precis
 ELEMENTS, LEAVES = 2**20, 4
 LARGEST_TEMPORARY = 4.0
 PLAIN, SAME_AS_PEERS = "plain optax, f32 params, bf16 gradients", "f32 / bf16"
-ON_HOST = "remainder, state on the host"
+ON_HOST, SMALLEST = "remainder, state on the host", "remainder, int8 moments"
 JMP, MPX = "jmp: unscale, select, f32 / bf16", "mpx: unscale, select, f32 / bf16"
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -202,20 +202,18 @@ def pipelines() -> list[Pipeline]:
         "remainder, tx.update": {"master_weights": "remainder", "through_optax": True},
         "full masters, tx.update": {"master_weights": "full", "through_optax": True},
         ON_HOST: {"master_weights": "remainder", "state_memory_kind": "pinned_host"},
-        "remainder8": {"master_weights": "remainder8", "key": key},
-        "remainder8, int4 moments": {
-            "master_weights": "remainder8",
+        SMALLEST: {
+            "master_weights": "remainder",
             "key": key,
-            "moment_dtype": {"mu": "int4", "nu": "int4"},
+            "moment_dtype": {"mu": "int8", "nu": "int8"},
         },
-        "kahan": {"master_weights": "kahan"},
         "stochastic": {"master_weights": "stochastic", "key": key},
         "no masters": {"master_weights": "none"},
     }
     table += [Pipeline(name, BF16, BF16, ours(**options)) for name, options in unbudgeted.items()]
     return table + [
         Pipeline(f"{dtype} moments, f32 / bf16", F32, BF16, ours(moment_dtype=both, key=key))
-        for dtype in ("bfloat16", "int8", "float8", "int4")
+        for dtype in ("bfloat16", "int8")
         for both in ({"mu": dtype, "nu": dtype},)
     ]
 

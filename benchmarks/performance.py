@@ -26,7 +26,6 @@ PIPELINES = (
     "f32 / bf16, clipped",
     "full masters, bf16 / bf16",
     "remainder, bf16 / bf16",
-    "kahan",
     "stochastic",
     "optax.apply_if_finite, f32 / bf16",
     "jmp: unscale, select, f32 / bf16",

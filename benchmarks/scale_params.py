@@ -29,7 +29,6 @@ STORAGE: dict[str, tuple[Any, dict[str, Any]]] = {
     "float32, bf16 moments": (jnp.float32, {"moment_dtype": "bfloat16"}),
     "bfloat16, full masters": (jnp.bfloat16, {"master_weights": "full"}),
     "bfloat16, remainder": (jnp.bfloat16, {"master_weights": "remainder"}),
-    "bfloat16, kahan": (jnp.bfloat16, {"master_weights": "kahan"}),
     "bfloat16, stochastic": (jnp.bfloat16, {"master_weights": "stochastic"}),
     "bfloat16, no masters": (jnp.bfloat16, {"master_weights": "none"}),
     "float16, full masters": (jnp.float16, {"master_weights": "full"}),
@@ -76,11 +75,7 @@ def state_rows() -> Iterator[Row]:
     small, large = list(SIZES)[:: len(SIZES) - 1]
     plain = state_bytes(optax.adamw(1e-3), params(large, jnp.float32, stacked=True))
     for name, (dtype, options) in STORAGE.items():
-        key = (
-            jax.random.key(0)
-            if options.get("master_weights") in ("remainder8", "stochastic")
-            else None
-        )
+        key = jax.random.key(0) if options.get("master_weights") == "stochastic" else None
         tx = mixed_precision(optax.adamw(1e-3), "float32", loss_scale="dynamic", key=key, **options)
         at = {size: state_bytes(tx, params(size, dtype, stacked=True)) for size in (small, large)}
         yield Row("state", f"a param, {name}, beside optax", at[large], plain)

@@ -196,7 +196,7 @@ def optimizer(
     policy: mp.Policy, config: Config, steps: int
 ) -> optax.GradientTransformationExtraArgs:
     schedule = optax.cosine_onecycle_schedule(steps, config.learning_rate)
-    stochastic = config.master_weights in ("remainder8", "stochastic")
+    stochastic = config.master_weights == "stochastic"
     return mp.mixed_precision(
         optax.adamw(schedule, weight_decay=config.weight_decay),
         policy,

@@ -27,7 +27,15 @@ from benchmarks.accel.targets import Target  # first: it sets what JAX reads whe
 import jax
 
 from benchmarks.accel.program import Figures, measure, placed
-from benchmarks.optimizer import LEAVES, ON_HOST, PLAIN, SAME_AS_PEERS, Pipeline, pipelines
+from benchmarks.optimizer import (
+    LEAVES,
+    ON_HOST,
+    PLAIN,
+    SAME_AS_PEERS,
+    SMALLEST,
+    Pipeline,
+    pipelines,
+)
 from benchmarks.table import Row, run
 from policy.optim.host_memory import with_memory_kind
 
@@ -45,18 +53,14 @@ BOUNDS = {
     "full masters, bf16 / bf16, no skipping": 1.11,
     "full masters, tx.update": 1.5,
     "remainder, bf16 / bf16": 1.1,  # a kernel for each param writes its halves and its moments
-    "remainder8": 1.8,
-    "remainder8, int4 moments": 3.2,
-    "kahan": 1.8,
+    SMALLEST: 3.2,
     "stochastic": 1.2,
-    "int4 moments, f32 / bf16": 2.85,
     "int8 moments, f32 / bf16": 2.85,
-    "float8 moments, f32 / bf16": 2.85,
 }
 # Bytes of temporary memory an element; scales of 8-bit moments are moved in layouts with padding.
 LARGEST_TEMPORARY, LARGEST_OF_CODES = 0.25, 0.4
 # The largest ratios of arguments to plain optax's.
-ON_DEVICE = {"remainder8, int4 moments": 0.44, ON_HOST: 0.29}
+ON_DEVICE = {SMALLEST: 0.52, ON_HOST: 0.29}
 SMALL = (PLAIN, SAME_AS_PEERS, "remainder, bf16 / bf16")
 
 

@@ -36,7 +36,7 @@ def adamw(
       master_weights: the storage mode of `mixed_precision`.
       moment_dtype: of both moments; None for float32.
     """
-    is_random = moment_dtype is not None or master_weights in ("remainder8", "stochastic")
+    is_random = moment_dtype is not None or master_weights == "stochastic"
     return mixed_precision(
         optax.adamw(3e-4),
         current_policy() or "float32",

@@ -1,30 +1,20 @@
-"""Moments in 8 or 4 bits: codes of the moment's shape, and a float32 scale for each block of 128.
+"""Moments in 8 bits: codes of the moment's shape, and a float32 scale for each block of 128.
 
 A code is a small floating-point number, relative to the largest magnitude of its block. Blocks lie
 within the last axis, so that codes are sharded as their params are. The formats, with the range
 from the largest number to the smallest above 0:
 
-| moment | int8 | range | float8 | range | int4 | range |
-|---|---|---|---|---|---|---|
-| first: signed | sign, 4 bits of exponent, 3 of fraction | 2^17.9 | e4m3fn | 2^17.8 | e3m0 | 2^6 |
-| other: not negative | 5 bits of exponent, 3 of fraction | 2^33.9 | e5m2 | 2^31.8 | e4m0 | 2^14 |
+| moment | code | range |
+|---|---|---|
+| first: signed | sign, 4 bits of exponent, 3 of fraction | 2^17.9 |
+| other: not negative | 5 bits of exponent, 3 of fraction | 2^33.9 |
 
 Exponents that reach far below the block's largest number are Dettmers et al.'s dynamic exponents
 (2022, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861), with 3 bits of fraction at
-every exponent instead of fewer at small ones: codes are bits of a float32, without a table. The
-range that a second moment needs is also what COAT (arXiv:2410.19313) expands a float8 for: e5m2 of
-a second moment has the range and precision of e4m3fn of its root.
+every exponent instead of fewer at small ones: codes are bits of a float32, without a table.
 
 A second moment above 0 never becomes 0: the step would be divided by epsilon alone. The smallest
-root of one is 2^-17.0 of the block's largest (float8: 2^-15.9), and thus above the smallest first
-moment, 2^-17.9 (2^-17.8). In 4 bits it is 2^-7, half of the smallest first moment: such a step is
-at most twice too long.
-
-In 4 bits, codes are powers of two: both moments need range before digits. Li et al. (2023, "Memory
-Efficient Optimizers with 4-bit States", arXiv:2309.01507) take Dettmers' map in blocks of 128 for
-first moments, and 16 equal steps without 0 for second ones, rounded to nearest, with scales of rows
-and columns. `benchmarks.moments` has their maps in blocks as a control. Arrays of int4 hold two
-values in a byte in compiled programs, and one in NumPy's arrays and checkpoints.
+root of one is 2^-17.0 of the block's largest, and thus above the smallest first moment, 2^-17.9.
 """
 
 from __future__ import annotations
@@ -40,7 +30,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from policy.core.codes import largest_magnitude
 from policy.optim.storage_modes import random_bits
@@ -49,30 +38,30 @@ BLOCK = 128
 """Elements that share a scale: the lanes of a TPU's vector register."""
 
 _ROWS = 8  # of a tile, in which a TPU stores float32
+_FRACTION = 3  # bits of a code's fraction
+_DROPPED = 23 - _FRACTION  # bits of a float32's fraction that a code has no room for
+
+LARGEST_RETENTION = 1 - 5 * 2.0 ** -(_FRACTION + 1)
+"""The largest decay rate at which a mean that is rounded to nearest converges.
+
+A mean x of constants g moves by (1 - rate) (g - x), and stops where that is less than half a step
+between numbers, at most x · 2^-4: at 0.83 g or above.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A format of codes in 8 or 4 bits: sign, exponent and fraction, as in a float32.
+    """A format of codes in 8 bits: sign, exponent and fraction, as in a float32.
 
     Attributes:
       dtype: the dtype of the codes.
       exponent_bits: bits of the exponent.
-      fraction_bits: bits of the fraction.
-      largest_code: the code of the largest magnitude.
       is_signed: False where numbers are not negative; those above 0 never become 0 then.
     """
 
     dtype: np.dtype
     exponent_bits: int
-    fraction_bits: int
-    largest_code: int
     is_signed: bool
-
-    @property
-    def bits(self) -> int:
-        """The bits of a code."""
-        return 4 if self.dtype == jnp.int4 else 8
 
     @property
     def bias(self) -> int:
@@ -80,9 +69,9 @@ class Format:
         return 2 ** (self.exponent_bits - 1) - 1
 
     @property
-    def dropped(self) -> int:
-        """The bits of a float32's fraction that a code has no room for."""
-        return 23 - self.fraction_bits
+    def largest_code(self) -> int:
+        """The code of the largest magnitude."""
+        return 2 ** (self.exponent_bits + _FRACTION) - 1
 
     @property
     def smallest_normal(self) -> np.float32:
@@ -92,42 +81,23 @@ class Format:
     @property
     def largest(self) -> np.float32:
         """The largest number: that of a block's largest magnitude."""
-        exponent, fraction = divmod(self.largest_code, 2**self.fraction_bits)
-        return np.float32((1 + fraction / 2**self.fraction_bits) * 2.0 ** (exponent - self.bias))
+        exponent = 2**self.exponent_bits - 1 - self.bias
+        return np.float32((2 - 2.0**-_FRACTION) * 2.0**exponent)
 
     @property
     def smallest_scale(self) -> np.float32:
         """The smallest scale by which the smallest number above 0 is normal in float32."""
-        return np.float32(2.0**-126 * 2**self.fraction_bits) / self.smallest_normal
+        return np.float32(2.0**-126 * 2**_FRACTION) / self.smallest_normal
 
     @property
     def largest_scale(self) -> np.float32:
         """The largest scale by which the largest number is finite in float32."""
         return np.float32(np.finfo(np.float32).max / self.largest * np.float32(1 - 2.0**-22))
 
-    @property
-    def largest_retention(self) -> float:
-        """The largest decay rate at which a mean that is rounded to nearest converges.
 
-        A mean x of constants g moves by (1 - rate) (g - x), and stops where that is less than half
-        a step between numbers, at most x · 2^-(fraction_bits + 1): at 0.83 g or above. None does
-        without bits of fraction.
-        """
-        return max(0.0, 1 - 5 * 2.0 ** -(self.fraction_bits + 1))
-
-
-INT8_SIGNED = Format(np.dtype("int8"), 4, 3, 127, is_signed=True)
-INT8_POSITIVE = Format(np.dtype("uint8"), 5, 3, 255, is_signed=False)
-FLOAT8_SIGNED = Format(jnp.dtype("float8_e4m3fn"), 4, 3, 126, is_signed=True)
-FLOAT8_POSITIVE = Format(jnp.dtype("float8_e5m2"), 5, 2, 123, is_signed=False)
-
-INT4_SIGNED = Format(jnp.dtype("int4"), 3, 0, 7, is_signed=True)
-INT4_POSITIVE = Format(jnp.dtype("int4"), 4, 0, 15, is_signed=False)
-
-FORMATS = (
-    *(INT8_SIGNED, INT8_POSITIVE, FLOAT8_SIGNED, FLOAT8_POSITIVE),
-    *(INT4_SIGNED, INT4_POSITIVE),
-)
+SIGNED = Format(np.dtype("int8"), 4, is_signed=True)
+POSITIVE = Format(np.dtype("uint8"), 5, is_signed=False)
+FORMATS = (SIGNED, POSITIVE)
 CODE_DTYPES = frozenset(form.dtype for form in FORMATS)
 
 
@@ -165,14 +135,14 @@ def encode(
 @functools.partial(jax.jit, static_argnames="form", inline=True)
 def decode(codes: jax.Array, scales: jax.Array, form: Format) -> jax.Array:
     """Returns the float32 numbers that codes and the scales of their blocks stand for."""
-    bits = lax.bitcast_convert_type(codes, _unsigned(form)).astype(jnp.uint32)
-    magnitude = bits & jnp.uint32(2 ** (form.bits - form.is_signed) - 1)
-    fraction = magnitude << jnp.uint32(form.dropped)
+    bits = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint32)
+    magnitude = bits & jnp.uint32(form.largest_code)
+    fraction = magnitude << jnp.uint32(_DROPPED)
     normal = _as_float(fraction + jnp.uint32((127 - form.bias) << 23))
     small = _as_float(fraction | _bits(form.smallest_normal)) - form.smallest_normal
-    x = jnp.where(magnitude < jnp.uint32(2**form.fraction_bits), small, normal)
+    x = jnp.where(magnitude < jnp.uint32(2**_FRACTION), small, normal)
     if form.is_signed:
-        x = _as_float(_bits(x) | (bits >> jnp.uint32(form.bits - 1) << jnp.uint32(31)))
+        x = _as_float(_bits(x) | (bits >> jnp.uint32(7) << jnp.uint32(31)))
     return x * _of_elements(scales, codes.shape)
 
 
@@ -181,21 +151,17 @@ def _codes(x: jax.Array, factors: jax.Array, form: Format, key: jax.Array | None
     is_small = scaled < form.smallest_normal
     # numbers of the grid plus smallest_normal are float32 numbers with the fraction of a code
     bits = _bits(jnp.where(is_small, scaled + form.smallest_normal, scaled))
-    half = jnp.uint32(1 << (form.dropped - 1))
-    noise = half if key is None else random_bits(key, x.shape, form.dropped)
-    rounded = ((bits + noise) >> jnp.uint32(form.dropped)).astype(jnp.int32)
-    first = jnp.int32((127 - form.bias) << form.fraction_bits)
-    code = rounded - first - jnp.where(is_small, jnp.int32(2**form.fraction_bits), jnp.int32(0))
+    half = jnp.uint32(1 << (_DROPPED - 1))
+    noise = half if key is None else random_bits(key, x.shape, _DROPPED)
+    rounded = ((bits + noise) >> jnp.uint32(_DROPPED)).astype(jnp.int32)
+    first = jnp.int32((127 - form.bias) << _FRACTION)
+    code = rounded - first - jnp.where(is_small, jnp.int32(2**_FRACTION), jnp.int32(0))
     code = jnp.minimum(code, jnp.int32(form.largest_code))
     if form.is_signed:
-        code = code | (_bits(x) >> jnp.uint32(31) << jnp.uint32(form.bits - 1)).astype(jnp.int32)
+        code = code | (_bits(x) >> jnp.uint32(31) << jnp.uint32(7)).astype(jnp.int32)
     else:
         code = jnp.maximum(code, (x > 0).astype(jnp.int32))
-    return lax.bitcast_convert_type(code.astype(_unsigned(form)), form.dtype)
-
-
-def _unsigned(form: Format) -> DTypeLike:
-    return jnp.uint8 if form.bits == 8 else jnp.uint4
+    return lax.bitcast_convert_type(code.astype(jnp.uint8), form.dtype)
 
 
 def _bits(x: jax.Array | np.float32) -> jax.Array:

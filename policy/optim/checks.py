@@ -188,8 +188,7 @@ def require_storage(
             changed.append(
                 f"{name} was {np.dtype(before)}{list(shape)} and is {dtype_and_shape(p)}"
             )
-        stored_dtype = storage_mode(p.dtype, made_by).stored_dtype
-        needed = None if stored_dtype is None else stored_dtype(np.dtype(p.dtype))
+        needed = storage_mode(p.dtype, made_by).stored_dtype
         if getattr(kept, "dtype", None) != needed:  # a tree that was restored may hold any
             unfit.append(f"{name} is {dtype_and_shape(kept)} instead of {needed or 'nothing'}")
     if changed:
@@ -310,7 +309,7 @@ def check_inner(
             f"state holds other arrays than tx stores for these params: {shortened(wrong)}. Pass "
             "the moment_dtype, or Optax's own mu_dtype, that the state was made with, or "
             f"{CONVERT}. For params of other shapes make a state with tx.init(params). Inside "
-            "jax.shard_map, shards of the last axis of moments in 8 or 4 bits are multiples of "
+            "jax.shard_map, shards of the last axis of moments in 8 bits are multiples of "
             f"{BLOCK} long: otherwise replicate that axis."
         )
 

@@ -22,7 +22,7 @@ from policy.core.arrays import (
     working_dtype,
 )
 from policy.core.messages import dtype_and_shape, shortened
-from policy.grads.finiteness import all_finite, all_squares_finite
+from policy.grads.finiteness import all_squares_finite
 from policy.grads.loss_scale import are_swapped, unscale_by_reciprocal
 from policy.optim.checks import differences
 from policy.optim.state import require_state
@@ -219,13 +219,3 @@ def gradients_finite(
     if any(jnp.finfo(g.dtype).maxexp > jnp.finfo(working_dtype(p.dtype)).maxexp for g, p in pairs):
         gradients, scale = true_gradients(gradients, scale, params), None
     return agreed(all_squares_finite(gradients, scale), gradients, axis_name)
-
-
-def stays_finite(before: Any, after: Any) -> jax.Array:
-    """Returns a () bool: True if every floating leaf that was finite before is finite after.
-
-    Some of Optax's states hold infinity at first.
-    """
-    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    flags = [all_finite(new) | ~all_finite(old) for old, new in pairs]
-    return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)

@@ -97,9 +97,9 @@ def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
     """Returns a state whose masters follow params that were written to outside of the optimizer.
 
     A full master that rounds to its param keeps its low bits; any other becomes the param's value.
-    A remainder, or a Kahan error, can't tell which elements were written to: all of them start from
-    the params. Moments, counts and the loss scale stay. The tree must be the one that the state was
-    made from; dtypes may have changed.
+    A remainder can't tell which elements were written to: all of them start from the params.
+    Moments, counts and the loss scale stay. The tree must be the one that the state was made from;
+    dtypes may have changed.
 
     Args:
       params: the params as they are now.
@@ -200,10 +200,9 @@ def convert(
 ) -> MixedPrecisionState:
     """Migrates an optimizer state to another storage mode, moment_dtype and kind of loss scale.
 
-    The float32 weights stay, to the precision of the new mode: "kahan" keeps 16 bits of the
-    fraction of a bfloat16 param's master, "none" and "stochastic" the param itself. Params stay as
-    they are. Moments are widened, or rounded to nearest. Counts stay; a loss scale of another kind
-    starts anew.
+    The float32 weights stay, to the precision of the new mode: "none" and "stochastic" keep the
+    param itself. Params stay as they are. Moments are upcast, or rounded to nearest. Counts stay; a
+    loss scale of another kind starts anew.
 
     The state of an `nnx.Optimizer` goes into one that was made with the new transform::
 

@@ -1,4 +1,4 @@
-"""Moments of optax states in 16, 8 or 4 bits: their fields and dtypes, rounding and widening.
+"""Moments of optax states in 16 or 8 bits: their fields and dtypes, rounding and widening.
 
 ----
 
@@ -19,16 +19,8 @@ from jax.typing import DTypeLike
 from policy.core.arrays import varying_axes, working_dtype
 from policy.core.dtypes import dtype_names, parse_dtype
 from policy.core.messages import shortened
-from policy.optim.blockwise import (
-    CODE_DTYPES,
-    FLOAT8_POSITIVE,
-    FLOAT8_SIGNED,
-    FORMATS,
-    INT8_POSITIVE,
-    Format,
-    decode,
-    encode,
-)
+from policy.optim.blockwise import CODE_DTYPES, POSITIVE, SIGNED, Format, decode, encode
+from policy.optim.blockwise import LARGEST_RETENTION as LARGEST_OF_CODES
 from policy.optim.storage_modes import round_stochastically, round_to
 
 FIRST_MOMENTS = ("mu", "m", "m1", "trace", "ema", "exp_avg")
@@ -38,7 +30,7 @@ It forgets fast, and its noise exceeds an ulp of bfloat16.
 """
 
 SMALLEST_SIZE, SMALLEST_WIDTH = 4096, 16
-"""The fewest elements, and the shortest last axis, of a moment that is stored in 8 or 4 bits.
+"""The fewest elements, and the shortest last axis, of a moment that is stored in 8 bits.
 
 Smaller ones are stored in float32: they take little memory, and scales of short blocks much of it
 (Dettmers et al. 2022 have the same 4096).
@@ -52,13 +44,11 @@ def get_moment_dtypes(
 
     Args:
       moment_dtype: a dtype for every first moment, a mapping of field names to dtypes, or None.
-        Names of dtypes are those that a Policy takes, "bf16", "f32", "half", and "int8", "float8"
-        and "int4".
+        Names of dtypes are those that a Policy takes, "bf16", "f32", "half", and "int8".
 
     Returns:
       Field names to dtypes, where "" stands for every first moment; or None. In 8 bits they are
-      those of the codes, see `blockwise`: int8 and float8_e4m3fn for first moments, uint8 and
-      float8_e5m2 for other fields; int4 for both.
+      those of the codes, see `blockwise`: int8 for first moments, uint8 for other fields.
 
     Raises:
       ValueError: a dtype is none of these, or float16 for a field that is no first moment.
@@ -69,23 +59,13 @@ def get_moment_dtypes(
     return {name: _storage_dtype(name, dtype) for name, dtype in asked.items()}
 
 
-# by the name that is asked for, or that of the codes' dtype, and whether it is for first moments
-_FORMAT_OF = {(form.dtype.name, form.is_signed): form for form in FORMATS} | {
-    ("int8", False): INT8_POSITIVE,
-    ("float8", True): FLOAT8_SIGNED,
-    ("float8", False): FLOAT8_POSITIVE,
-}
-
-
 def _storage_dtype(name: str, asked: DTypeLike | None) -> np.dtype:
     kind = asked if asked is None or isinstance(asked, str) else jnp.dtype(asked).name
-    form = _FORMAT_OF.get((str(kind), is_first(name)))
-    if form is not None:
-        return form.dtype
+    if kind in ("int8", "uint8"):
+        return (SIGNED if is_first(name) else POSITIVE).dtype
     if kind is None or kind not in dtype_names() or parse_dtype(kind).itemsize > 4:
         raise ValueError(
-            "moment_dtype should be bfloat16, float16, float32, 'int8', 'float8' or 'int4', but "
-            f"got {asked!r}."
+            f"moment_dtype should be bfloat16, float16, float32 or 'int8', but got {asked!r}."
         )
     if parse_dtype(kind) == jnp.float16 and not is_first(name):
         raise ValueError(
@@ -111,7 +91,9 @@ StoredForm: TypeAlias = np.dtype | Format | None
 
 def form_of(field: str, dtype: np.dtype) -> np.dtype | Format:
     """Returns the form that a field is stored in by its dtype: codes, if the dtype is of codes."""
-    return _FORMAT_OF.get((dtype.name, is_first(field)), dtype)
+    if dtype not in CODE_DTYPES:
+        return dtype
+    return SIGNED if is_first(field) else POSITIVE
 
 
 def stored_forms(
@@ -168,7 +150,7 @@ class StoredInner(NamedTuple):
     """The state of an inner transform, with moments as they are stored.
 
     Attributes:
-      state: the transform's own state; moments in 8 or 4 bits are codes of their shapes.
+      state: the transform's own state; moments in 8 bits are codes of their shapes.
       scales: a tree like the state, of the scales of codes, and an empty `optax.MaskedNode` for
         every other leaf; or one such node if no moment may be stored as codes.
     """
@@ -315,7 +297,7 @@ def _check_field(
             f"moment_dtype for {name!r} can't be checked: a trial step on params of one element "
             f"failed ({error}). Leave it float32."
         ) from error
-    shown = "bfloat16" if form is None else f"{form.bits} bits"
+    shown = "bfloat16" if form is None else "8 bits"
     if is_copy or kept >= 1 - 2.0**-22:
         what = "copy of the params" if is_copy else "running sum"
         raise ValueError(
@@ -327,7 +309,7 @@ def _check_field(
             "a step makes this field negative: make it bfloat16, or leave it float32."
         )
     largest = 1.0 if is_first(name) else LARGEST_RETENTION
-    largest = largest if form is None else form.largest_retention
+    largest = largest if form is None else LARGEST_OF_CODES
     if kept > largest and not stochastic:
         raise ValueError(
             f"moment_dtype for {name!r} is {shown}, but its decay rate is {kept:.6g}. Above "

@@ -316,7 +316,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     """Returns the sharding of every leaf of `tx.init(params)`: its param's, or replicated.
 
     A leaf belongs to a param if its path ends in the param's and its shape is the param's: moments,
-    masters, remainders, Kahan errors. One with more axes in front, such as a history of gradients,
+    masters, remainders. One with more axes in front, such as a history of gradients,
     has those on every device. The scales of codes lie as the codes do, but on every device of
     the last axis where that is not sharded into whole blocks of 128. All others (counts, the loss
     scale, a factored second moment's rows and columns) are replicated. For `jax.shard_map`, the

@@ -41,7 +41,6 @@ from policy.optim.gradients import (
     examples_axis,
     gradient_norm,
     gradients_finite,
-    stays_finite,
     true_gradients,
 )
 from policy.optim.host_memory import MemoryKind, on_device, on_host, require_memory
@@ -110,7 +109,6 @@ class Stepper:
     key: jax.Array | None
     axis_name: tuple[Hashable, ...]
     skip_nonfinite: bool
-    check_results: bool
     state_memory_kind: MemoryKind | None = None
     _made: dict[Hashable, optax.OptState | None] = dataclasses.field(
         default_factory=dict, repr=False
@@ -309,10 +307,8 @@ class Stepper:
             count=incremented(state.count, finite),
             masters=tree.unflatten(stored for _, stored in new),
         )
-        step = tree.unflatten(result for result, _ in new), after
-        if self.check_results:
-            step = self._unless_not_finite(given, step, as_updates)
-        return step[0], on_host(step[1]) if self.state_memory_kind else step[1]
+        after = on_host(after) if self.state_memory_kind else after
+        return tree.unflatten(result for result, _ in new), after
 
     def _branches(
         self, given: Given, param_updates: list[ParamUpdate], norm: jax.Array | None
@@ -354,26 +350,6 @@ class Stepper:
             )
         return gradient_norm(true_gradients(gradients, scale, params), self.axis_name)
 
-    def _unless_not_finite(self, given: Given, after: Stepped, as_updates: bool) -> Stepped:
-        """Returns the results of a step, or those of a skipped one where a finite leaf becomes
-        infinite or NaN.
-        """
-        gradients, _, state, params, _ = given
-        new, new_state = after
-        moved = jax.tree.map(lambda p, u: p.astype(u.dtype) + u, params, new) if as_updates else new
-        parts = [
-            (tree, each.masters, each.inner, each.moment_scales)
-            for tree, each in ((params, state), (moved, new_state))
-        ]
-        sound = agreed(stays_finite(*parts), gradients, self.axis_name)
-        skipped = state._replace(
-            loss_scale=state.loss_scale.adjust(jnp.array(False)),
-            finite=jnp.zeros_like(new_state.finite),
-            skipped=incremented(state.skipped, jnp.array(True)),
-        )
-        same = jax.tree.map(jnp.zeros_like, new) if as_updates else params
-        return selected(sound, after, (same, skipped))
-
     def _inner_step(
         self, gradients: optax.Updates, stored: StoredInner, wide: optax.Params, given: Given
     ) -> tuple[optax.Updates, StoredInner]:
@@ -411,7 +387,7 @@ def _in_one_pass(
         each = zip(jax.tree.leaves(nodes[first]), encoded, modes, strict=True)
         nodes[first] = tree.unflatten(
             written_with(moment, cast(jax.Array, pair))
-            if mode.fits_one_pass and _is_like(moment, cast(jax.Array, pair))
+            if mode.is_packed and _is_like(moment, cast(jax.Array, pair))
             else moment
             for moment, pair, mode in each
         )

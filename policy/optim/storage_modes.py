@@ -4,8 +4,6 @@
 |---|---|---|
 | full | the float32 master | the master |
 | remainder | the low 16 bits of the master, uint16 | the param's bits above the low ones |
-| remainder8 | the upper 8 of those bits, uint8; stochastically rounded | as of a remainder |
-| kahan | the rounding error, in the param's dtype | param + rounding error |
 | stochastic, none | nothing | the param |
 
 A mode is one record in `STORAGE_MODES`, with its name in `MasterWeights`. Params are rounded to
@@ -28,9 +26,7 @@ from jax.typing import DTypeLike
 
 from policy.core.arrays import axes_of_leaves, working_dtype
 
-MasterWeights: TypeAlias = Literal[
-    "auto", "full", "remainder", "remainder8", "kahan", "stochastic", "none"
-]
+MasterWeights: TypeAlias = Literal["auto", "full", "remainder", "stochastic", "none"]
 
 Stored: TypeAlias = jax.Array | optax.MaskedNode
 """An array of the param's shape, or an empty node where a mode stores nothing."""
@@ -51,7 +47,7 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """
     if dtype != jnp.bfloat16 or x.dtype != jnp.float32:
         return x.astype(dtype)
-    return _halves(pack(x), dtype)[0]
+    return _halves(pack(x))[0]
 
 
 def pack(x: jax.Array) -> jax.Array:
@@ -65,18 +61,14 @@ def pack(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(x), jnp.uint32(_NAN), rounded)  # the sum of a NaN may overflow
 
 
-def halves(pair: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Returns the high 16 bits of a uint32 array as a half dtype, and the low ones as uint16."""
-    if dtype != jnp.bfloat16:
-        return _halves(pair, dtype)
-    return lax.platform_dependent(
-        pair, tpu=_halves_in_turn, default=lambda pair: _halves(pair, dtype)
-    )
+def halves(pair: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the high 16 bits of a uint32 array as bfloat16, and the low ones as uint16."""
+    return lax.platform_dependent(pair, tpu=_halves_in_turn, default=_halves)
 
 
-def _halves(pair: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+def _halves(pair: jax.Array) -> tuple[jax.Array, jax.Array]:
     high = (pair >> jnp.uint32(16)).astype(jnp.uint16)
-    return lax.bitcast_convert_type(high, dtype), pair.astype(jnp.uint16)
+    return lax.bitcast_convert_type(high, jnp.bfloat16), pair.astype(jnp.uint16)
 
 
 def _halves_in_turn(pair: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -115,9 +107,8 @@ _tied.defjvps(lambda tangent, out, moment, pair: tangent, None)
 
 
 def _pair(high: jax.Array, low: jax.Array) -> jax.Array:
-    """Packs two arrays of 16 bits into one of uint32; a low one of integers is uint16."""
+    """Packs bfloat16 and uint16 into one array of uint32."""
     bits = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << jnp.uint32(16)
-    low = low if low.dtype == jnp.uint16 else lax.bitcast_convert_type(low, jnp.uint16)
     return bits | low.astype(jnp.uint32)
 
 
@@ -215,7 +206,7 @@ def _as_pair(param: jax.Array, stored: Stored) -> Encoded:
     return param, stored
 
 
-def _same_pair(encoded: tuple[jax.Array, Stored], dtype: np.dtype) -> tuple[jax.Array, Stored]:
+def _same_pair(encoded: tuple[jax.Array, Stored]) -> tuple[jax.Array, Stored]:
     return encoded
 
 
@@ -226,8 +217,7 @@ class StorageMode:
     Attributes:
       name: the mode's name in `MasterWeights`.
       code: the mode's number in `MixedPrecisionState.mode`, see `storage_code`; 0 for modes that
-        store nothing. Checkpoints hold it, so it never changes. 4 to 15 stand for float16; the next
-        one is 17.
+        store nothing. Checkpoints hold it, so it never changes. Multiples of 4 stand for float16.
       init: maps a param that equals its float32 value to its stored array. The array is computed
         from the param, so that it is sharded alike.
       join: maps a param and its stored array to the value that the inner transform sees: float32,
@@ -235,16 +225,14 @@ class StorageMode:
       encode: maps a value, the param's dtype and a PRNG key, if the mode needs one, to the rounded
         param and its stored array, as a branch returns them. Without a key, rounds to nearest.
       encode_same: maps a param and its stored array to the same form, unchanged.
-      decode: maps the encoded form and the param's dtype to the param and its stored array.
-      stored_dtype: maps a param's dtype to the dtype of its stored array; None for modes that
-        store nothing.
+      decode: maps the encoded form to the param and its stored array.
+      stored_dtype: the dtype of the stored array; None for modes that store nothing.
       param_dtypes: names of the half-precision dtypes that the mode takes.
       is_packed: True where the encoded form is one uint32 array. XLA would compute two arrays of
-        16 bits in one pass over the moments each.
+        16 bits in one pass over the moments each. A TPU's compiler writes the moments together with
+        both halves, see `written_with`.
       is_master: True where the stored array is the float32 value itself, which can disagree with
         its param.
-      fits_one_pass: True where a TPU's compiler writes the moments together with both halves of a
-        packed form, see `written_with`.
       needs_key: True where rounding draws from a PRNG key.
     """
 
@@ -254,12 +242,11 @@ class StorageMode:
     join: Callable[[jax.Array, Any], jax.Array]
     encode: Callable[[jax.Array, np.dtype, jax.Array | None], Encoded]
     encode_same: Callable[[jax.Array, Any], Encoded] = _as_pair
-    decode: Callable[[Any, np.dtype], tuple[jax.Array, Stored]] = _same_pair
-    stored_dtype: Callable[[np.dtype], np.dtype] | None = None
+    decode: Callable[[Any], tuple[jax.Array, Stored]] = _same_pair
+    stored_dtype: np.dtype | None = None
     param_dtypes: tuple[str, ...] = ("bfloat16", "float16")
     is_packed: bool = False
     is_master: bool = False
-    fits_one_pass: bool = False
     needs_key: bool = False
 
     @property
@@ -269,7 +256,7 @@ class StorageMode:
 
     def split(self, value: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, Stored]:
         """Splits a float32 value, rounded to nearest, into a param of `dtype` and its array."""
-        return self.decode(self.encode(value, np.dtype(dtype), None), np.dtype(dtype))
+        return self.decode(self.encode(value, np.dtype(dtype), None))
 
 
 def _nothing(param: jax.Array) -> Stored:
@@ -295,7 +282,7 @@ FULL = StorageMode(
     init=lambda param: param.astype(jnp.float32),
     join=lambda param, master: master,
     encode=lambda value, dtype, key: (round_to(value, dtype), value),
-    stored_dtype=lambda dtype: np.dtype("float32"),
+    stored_dtype=np.dtype("float32"),
     is_master=True,
 )
 
@@ -308,82 +295,13 @@ REMAINDER = StorageMode(
     encode=lambda value, dtype, key: pack(value),
     encode_same=_pair,
     decode=halves,
-    stored_dtype=lambda dtype: np.dtype("uint16"),
+    stored_dtype=np.dtype("uint16"),
     param_dtypes=("bfloat16",),
-    is_packed=True,
-    fits_one_pass=True,
-)
-
-
-def _encode_24_bits(value: jax.Array, dtype: np.dtype, key: jax.Array | None) -> jax.Array:
-    """Packs float32, rounded to 24 bits: stochastically, or without a key to nearest."""
-    bits = lax.bitcast_convert_type(value, jnp.uint32)
-    noise = jnp.uint32(0x80) if key is None else random_bits(key, value.shape, 8)
-    rounded = lax.bitcast_convert_type((bits + noise) & ~jnp.uint32(0xFF), jnp.float32)
-    # numbers that the carry could make infinite, infinities and NaN are cut instead, by `decode`
-    is_below = jnp.abs(value) < np.float32(jnp.finfo(jnp.bfloat16).max)
-    return pack(jnp.where(is_below, rounded, value))
-
-
-def _low_byte(encoded: jax.Array) -> tuple[jax.Array, jax.Array]:
-    param, low = halves(encoded, jnp.bfloat16)
-    return param, (low >> jnp.uint16(8)).astype(jnp.uint8)
-
-
-def _low_bits(stored: jax.Array) -> jax.Array:
-    return stored.astype(jnp.uint16) << jnp.uint16(8)
-
-
-REMAINDER8 = dataclasses.replace(
-    REMAINDER,
-    name="remainder8",
-    code=16,
-    init=lambda param: jnp.zeros_like(param, jnp.uint8),
-    join=lambda param, stored: join_master(param, _low_bits(stored)),
-    encode=_encode_24_bits,
-    encode_same=lambda param, stored: _pair(param, _low_bits(stored)),
-    decode=lambda encoded, dtype: _low_byte(encoded),
-    stored_dtype=lambda dtype: np.dtype("uint8"),
-    fits_one_pass=False,
-    needs_key=True,
-)
-
-
-def _join_kahan(param: jax.Array, stored: jax.Array) -> jax.Array:
-    wide = param.astype(working_dtype(param.dtype))
-    error = stored.astype(wide.dtype)
-    # A stale error no longer rounds to the param. It is taken a little short, as it may have been
-    # rounded up to a tie.
-    fresh = round_to(wide + error * np.float32(1 - 2.0**-8), param.dtype) == param
-    return jnp.where(fresh, wide + error, wide)
-
-
-def _encode_kahan(value: jax.Array, dtype: np.dtype, key: jax.Array | None) -> jax.Array:
-    param = round_to(value, dtype)
-    error = value - param.astype(value.dtype)
-    error = jnp.where(jnp.isfinite(error), error, jnp.zeros_like(error))
-    return _pair(param, error.astype(dtype))
-
-
-def _decode_kahan(encoded: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
-    param, error = halves(encoded, dtype)
-    return param, lax.bitcast_convert_type(error, dtype)
-
-
-KAHAN = StorageMode(
-    "kahan",
-    3,
-    init=jnp.zeros_like,
-    join=_join_kahan,
-    encode=_encode_kahan,
-    encode_same=_pair,
-    decode=_decode_kahan,
-    stored_dtype=lambda dtype: dtype,
     is_packed=True,
 )
 
 STORAGE_MODES: dict[str, StorageMode] = {
-    mode.name: mode for mode in (FULL, REMAINDER, REMAINDER8, KAHAN, STOCHASTIC, NONE)
+    mode.name: mode for mode in (FULL, REMAINDER, STOCHASTIC, NONE)
 }
 
 
@@ -479,7 +397,7 @@ class ParamUpdate:
         if not self.mode.is_packed:
             new, stored = encoded
             return new, stored
-        new, stored = self.mode.decode(encoded, self.dtype)
+        new, stored = self.mode.decode(encoded)
         return _difference(new, param) if self.as_update else new, stored
 
 

@@ -40,7 +40,6 @@ def mixed_precision(
     key: jax.Array | None = None,
     axis_name: Hashable | Sequence[Hashable] | None = None,
     skip_nonfinite: bool = True,
-    check_results: bool = False,
     state_memory_kind: MemoryKind | None = None,
 ) -> MixedPrecision:
     """Wraps an optax transform so that it sees float32 gradients and float32 params.
@@ -64,19 +63,15 @@ def mixed_precision(
         "full": +4, a float32 master.
         "remainder": +2, the low 16 bits of that master, whose high half is the param; bfloat16
         only. The same numbers as "full", bit for bit.
-        "remainder8": +1, the upper 8 of these 16 bits; bfloat16 only. A step is rounded to 24 bits
-        stochastically, right on average; needs `key`.
-        "kahan": +2, the rounding error, in the param's dtype.
         "stochastic": +0, each step is rounded up or down by chance, right on average; needs `key`.
         "none" or None: +0, each step is rounded to nearest, and steps below half an ulp are lost.
       moment_dtype: the dtype that moments are stored in; they are computed in float32. A dtype
         means the first moments (`mu`, `m`, `trace`, `ema`, `exp_avg`); any other field goes by
         name, `{"mu": "bfloat16", "nu": "bfloat16"}`. With a `key` they are rounded stochastically,
-        which a bfloat16 second moment needs where b2 is above .98. "int8", "float8" and "int4"
-        store codes of the moment's shape, and a float32 scale for each block of 128 in its last
-        axis: 2.06 bytes an element for both moments of Adam, in "int4" 1.06. "int4" needs a `key`,
-        and so do the others, unless a step keeps less than .69 of a moment (.38 of a second one in
-        float8). Moments of fewer than 4096 elements, or with a last axis shorter than 16, stay
+        which a bfloat16 second moment needs where b2 is above .98. "int8" stores codes of the
+        moment's shape, and a float32 scale for each block of 128 in its last axis: 2.06 bytes an
+        element for both moments of Adam. It needs a `key`, unless a step keeps less than .69 of a
+        moment. Moments of fewer than 4096 elements, or with a last axis shorter than 16, stay
         float32. A block that holds a NaN or an infinity is NaN.
       clip_global_norm: the largest global norm of the true gradients that is let through. The norm
         is the flag too: a step whose squares overflow float32 (norms from 1.8e19 on) is skipped.
@@ -85,11 +80,7 @@ def mixed_precision(
         `jax.vmap` and `jax.shard_map(check_vma=False)`. The flag and the global norm are taken over
         them.
       skip_nonfinite: False applies every step, finite or not: 4 bytes an element less memory
-        traffic. `finite` stays True, unless masters were restored from another storage mode, or
-        `check_results` finds something.
-      check_results: also skips a step that makes a finite leaf of the params, masters or inner
-        state infinite or NaN. For debugging: it moves 2.6 times the bytes of an AdamW step, by
-        XLA:CPU's count.
+        traffic. `finite` stays True, unless masters were restored from another storage mode.
       state_memory_kind: "pinned_host" stores the moments, their scales and the masters in the
         host's memory; each step copies them to the device and back. Scalars and
         arrays of 8 or fewer bits an element stay on the device.
@@ -140,7 +131,6 @@ def mixed_precision(
         key=key,
         axis_name=() if axis_name is None else tuple(axes),
         skip_nonfinite=bool(skip_nonfinite),
-        check_results=bool(check_results),
         state_memory_kind=state_memory_kind,
     )
     # optax types trees as a closed set of containers; ours may hold any registered node
@@ -219,7 +209,6 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
       key: the key of stochastic rounding, or None.
       axis_name: the mapped axes that were named.
       skip_nonfinite: True where a step with non-finite gradients is skipped.
-      check_results: True where a step with non-finite results is skipped.
       state_memory_kind: "pinned_host" where the state lies in the host's memory, or None.
 
     Example:
@@ -244,7 +233,6 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
     key: jax.Array | None
     axis_name: tuple[Hashable, ...]
     skip_nonfinite: bool
-    check_results: bool
     state_memory_kind: MemoryKind | None
 
     __slots__ = ()

@@ -90,11 +90,7 @@ def _reads(
     mode: StorageMode | None = STORAGE_MODES["none"]
     if param.stored is not None:
         stored = np.dtype(held[1].aval.dtype)
-        mode = next(
-            each
-            for each in STORAGE_MODES.values()
-            if each.stored_dtype is not None and each.stored_dtype(dtype) == stored
-        )
+        mode = next(each for each in STORAGE_MODES.values() if each.stored_dtype == stored)
     each = [_additions(graph.outputs[output], held) for output in param.outputs]
     adds, seen = next((one for one in each if one[0]), each[0])
     if any(node.name in DRAWS or node.name == "iota" for node in seen):

@@ -218,7 +218,7 @@ def test_moments_in_8_bits_step_convert_and_resume_in_an_optimizer():
         _, gradients = nnx.value_and_grad(loss_fn)(model, jnp.sin(jnp.arange(64.0))[None])
         optimizer.update(model, gradients)
 
-    moments = {"mu": "int8", "nu": "float8"}
+    moments = {"mu": "int8", "nu": "int8"}
     (model, optimizer), again, plain = made(moments), made(moments), made()
     for _ in range(2):
         one(model, optimizer)

@@ -89,9 +89,7 @@ def test_a_fault_in_the_batch_of_any_device_of_eight_skips_the_step_on_all(kind,
     assert not np.array_equal(before[0]["hidden"], F32["hidden"].astype(dtype))
 
 
-@pytest.mark.parametrize(
-    "mode", ["full", "remainder", "remainder8", "kahan", "stochastic", "remainder, untyped"]
-)
+@pytest.mark.parametrize("mode", ["full", "remainder", "stochastic", "remainder, untyped"])
 def test_a_fault_in_one_devices_part_of_a_gradient_is_agreed_by_all(mode):
     mode, _, untyped = mode.partition(", ")
     tx, params, places = accumulating(jnp.bfloat16, mode, "data" if untyped else None)
@@ -123,7 +121,7 @@ def test_the_norm_of_sharded_gradients_is_the_single_devices(check_vma):
         np.testing.assert_allclose(found[name] - start, expected, rtol=1e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize("mode", ["full", "remainder", "remainder8", "kahan", "stochastic"])
+@pytest.mark.parametrize("mode", ["full", "remainder", "stochastic"])
 def test_each_storage_mode_lies_as_its_params_and_the_first_step_is_donated(mode):
     params, shardings = fully_sharded(jnp.bfloat16)
     tx = wrapped(optax.adam(1e-2), "bfloat16", mode, loss_scale="dynamic")

@@ -21,19 +21,15 @@ import mpmodules  # noqa: F401  (tells Flax of the states)
 from policy import DynamicLossScale
 from tests.policy.optim.steps import MODES, RANDOM, bits, stepped, wrapped
 
-EIGHT_BITS, FOUR_BITS = "moments in 8 bits", "moments in 4 bits"
-MOMENTS: Any = {
-    "auto": "bfloat16",
-    EIGHT_BITS: {"mu": "int8", "nu": "float8"},
-    FOUR_BITS: {"mu": "int4", "nu": "int4"},
-}
+EIGHT_BITS = "moments in 8 bits"
+MOMENTS: Any = {"auto": "bfloat16", EIGHT_BITS: {"mu": "int8", "nu": "int8"}}
 KINDS = ("orbax", "msgpack")
 SAVED, STEPS = 6, 12
 FAST: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def transform(mode: Any) -> Any:
-    """The transform of a storage mode, or of moments in 8 or 4 bits."""
+    """The transform of a storage mode, or of moments in 8 bits."""
     rate = optax.linear_schedule(0.1, 0.01, 5)
     adamw: Any = optax.MultiSteps(optax.inject_hyperparams(optax.adamw)(learning_rate=rate), 2)
     scale = DynamicLossScale(2.0**10, period=4, factor=4, min_loss_scale=0.5, hysteresis=2)
@@ -45,11 +41,9 @@ def transform(mode: Any) -> Any:
 
 @functools.cache
 def start() -> Any:
-    """Mode, or moments in 8 or 4 bits, to params and state."""
+    """Mode, or moments in 8 bits, to params and state."""
     wide, large = (np.random.default_rng(0).normal(size=shape) for shape in ((2, 3), (16, 300)))
-    params: Any = {
-        bits: {"a": jnp.asarray(large, jnp.bfloat16)} for bits in (EIGHT_BITS, FOUR_BITS)
-    }
+    params: Any = {EIGHT_BITS: {"a": jnp.asarray(large, jnp.bfloat16)}}
     for mode in MODES:
         other = jnp.float16 if mode in ("auto", "full") else jnp.bfloat16
         dtypes = {"a": jnp.float32, "b": jnp.bfloat16, "c": other}
@@ -57,7 +51,6 @@ def start() -> Any:
     return {mode: (tree, transform(mode).init(tree)) for mode, tree in params.items()}
 
 
-# not compiled ahead of time: jax 0.10 refuses restored int4 arrays there, by their layout
 @functools.partial(jax.jit, compiler_options=FAST)
 def _step(trees: Any, step: Any) -> Any:
     # one step is skipped

@@ -8,8 +8,8 @@ import optax
 
 from policy import NoOpLossScale, apply_gradients, mixed_precision
 
-MODES: list[Any] = ["auto", "full", "remainder", "remainder8", "kahan", "stochastic", "none"]
-RANDOM: list[Any] = ["remainder8", "stochastic"]  # they need a key
+MODES: list[Any] = ["auto", "full", "remainder", "stochastic", "none"]
+RANDOM: list[Any] = ["stochastic"]  # they need a key
 BOTH_WAYS: list[Any] = [False, True]  # `apply_gradients`, and optax's own contract
 
 

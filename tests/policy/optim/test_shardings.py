@@ -39,7 +39,6 @@ def specs_of(tx, dtype=jnp.float32):
         (jnp.float32, "auto"),
         (jnp.bfloat16, "full"),
         (jnp.bfloat16, "remainder"),
-        (jnp.bfloat16, "kahan"),
         (jnp.float16, "auto"),
     ],
 )

@@ -30,11 +30,11 @@ def sums_of(report: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("moments", (None, "bfloat16"))
-@pytest.mark.parametrize("mode", ("remainder", "remainder8", "kahan", "stochastic", "full", "auto"))
+@pytest.mark.parametrize("mode", ("remainder", "stochastic", "full", "auto"))
 def test_parameters_and_moments_of_mixed_precision_are_no_finding(mode, moments):
     dtype = F16 if mode == "auto" else BF16
     options: Any = {"loss_scale": 1.0, "master_weights": mode, "moment_dtype": moments}
-    options |= {"key": jax.random.key(0)} if mode in ("remainder8", "stochastic") else {}
+    options |= {"key": jax.random.key(0)} if mode == "stochastic" else {}
     tx = policy.mixed_precision(optax.adam(1e-3), jnp.dtype(dtype).name, **options)
     params = {"w": shape(4, 4, dtype=dtype)}
     state = jax.eval_shape(tx.init, params)

@@ -67,12 +67,6 @@ def no_master_weights():
     )
 
 
-@fault(VANISHED, KERNELS, 0)
-def steps_below_those_that_kahan_holds():
-    options, tx = {"master_weights": "kahan"}, optax.adam(3e-9)
-    return plain(jnp.tanh, batches(), tx=tx, text="bfloat16", options=options, **HALF)
-
-
 @fault(VANISHED, "layers/out/kernel", 0)
 def bfloat16_params_of_a_stack():
     return linen(jnp.tanh, batches(), tx=optax.adamw(1e-5), scan=True, **HALF)
