@@ -55,7 +55,7 @@ def linear(x: jax.Array, form: Format) -> jax.Array:
 
 def nearest(x: jax.Array, form: Format) -> jax.Array:
     """Rounds to the codes of int8, to nearest."""
-    return decode(*encode(x, form), form) if x.ndim > 1 else x
+    return decode(encode(x, form)) if x.ndim > 1 else x
 
 
 def li_et_al(x: jax.Array, form: Format) -> jax.Array:

@@ -13,6 +13,7 @@ from flax import serialization
 from mpmodules.calls.boundary import is_reference
 from mpmodules.tracing.names import noting_modules
 from mpmodules.tracing.nnx_pure_calls import is_no_parameter, lowered
+from policy.core.codes import Quantized
 from policy.grads.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from policy.optim.state import Layout
 from policy.programs.frameworks import FRAMEWORKS
@@ -38,9 +39,24 @@ def register() -> None:
     make_known = functools.partial(serialization.register_serialization_state, override=True)
     make_known(DynamicLossScale, _loss_scale_to, _loss_scale_from)
     make_known(Layout, _layout_to, _layout_from)
+    make_known(Quantized, _quantized_to, _quantized_from)
     make_known(QuantizedArray, pack_params, lambda target, state: unpack_params(state, target))
     for fixed in (NoOpLossScale, StaticLossScale):
         make_known(fixed, lambda _: {}, _the_target)
+
+
+def _quantized_to(x: Quantized) -> dict[str, Any]:
+    return {path[0].name: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(x)}
+
+
+def _quantized_from(target: Quantized, state: Any) -> Quantized:
+    names = list(_quantized_to(target))
+    if not isinstance(state, dict) or set(state) != set(names):
+        raise ValueError(
+            f"The saved array should have {', '.join(names)}, as one in 8 bits has: restore it "
+            "into a state of the moment_dtype, or a cache of the dtype, that it was saved in."
+        )
+    return jax.tree.unflatten(jax.tree.structure(target), [state[name] for name in names])
 
 
 def _loss_scale_to(loss_scale: DynamicLossScale) -> dict[str, Any]:

@@ -175,6 +175,23 @@ def boxed_like(tree: Any, boxes: Any) -> Any:
     )
 
 
+def boxed_parts(tree: Any, kind: type) -> Any:
+    """Returns `tree` with each box of a node of some kind inside of the node, around its leaves.
+
+    nnx sees through such a node to its leaves, and gives them back to the boxes.
+    """
+
+    def one(node: Any) -> Any:
+        if not _is_box(node):
+            return node
+        (content,), structure = _children(node)
+        if not isinstance(content, kind):
+            return node
+        return jax.tree.map(lambda leaf: structure.unflatten([leaf]), content)
+
+    return jax.tree.map(one, tree, is_leaf=_is_box)
+
+
 def _is_box(node: Any) -> bool:
     return hasattr(node, "__jax_array__") and len(_children(node)[0]) == 1
 

@@ -1,12 +1,39 @@
-"""Codes of arrays: the largest magnitudes that scales are of, and numbers rounded to codes."""
+"""Arrays as quantized values and scales: their type, magnitudes of scales, and rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """An array as quantized values times scales.
+
+    Attributes:
+      qvalue: the array divided by its scales, in a dtype of 8 or fewer bits.
+      scale: of the rank of `qvalue`, with one number for each part of the array that shares a
+        scale.
+      outer: float32 (), another scale of the whole array, or None.
+      codec: the format, a part of the tree's structure, or None where the dtypes say it.
+    """
+
+    qvalue: Any
+    scale: Any
+    outer: Any = None
+    codec: Hashable = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the quantized values."""
+        return self.qvalue.shape
 
 
 def largest_magnitude(x: Array, largest: Callable[[Array], Array]) -> Array:

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from policy.core.codes import largest_magnitude
+from policy.core.codes import Quantized, largest_magnitude
 from policy.optim.storage_modes import random_bits
 
 BLOCK = 128
@@ -98,7 +98,6 @@ class Format:
 SIGNED = Format(np.dtype("int8"), 4, is_signed=True)
 POSITIVE = Format(np.dtype("uint8"), 5, is_signed=False)
 FORMATS = (SIGNED, POSITIVE)
-CODE_DTYPES = frozenset(form.dtype for form in FORMATS)
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -109,7 +108,7 @@ def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 @functools.partial(jax.jit, static_argnames=("form", "axes"), inline=True)
 def encode(
     x: jax.Array, form: Format, key: jax.Array | None = None, axes: tuple[Hashable, ...] = ()
-) -> tuple[jax.Array, jax.Array]:
+) -> Quantized:
     """Rounds `x` to 8-bit codes and the scales of their blocks.
 
     The largest magnitude of a block stays as it is. A block that holds a number that is not finite
@@ -122,19 +121,24 @@ def encode(
       axes: mapped axes over which the devices share a block's scale.
 
     Returns:
-      Codes, (..., n), and scales, (..., n / 128 rounded up) float32.
+      Codes, (..., n), and scales, (..., n / 128 rounded up) float32. Their codec is `form`.
     """
     largest = _largest_magnitudes(x)
     if axes:
         largest = lax.pmax(largest, axes)
     scales = jnp.clip(largest / form.largest, form.smallest_scale, form.largest_scale)
     scales = jnp.where(jnp.isfinite(largest), scales, jnp.full_like(scales, jnp.nan))
-    return _codes(x, _of_elements(1 / scales, x.shape), form, key), scales
+    codes = _codes(x, _of_elements(1 / scales, x.shape), form, key)
+    return Quantized(codes, scales, codec=form)
 
 
-@functools.partial(jax.jit, static_argnames="form", inline=True)
-def decode(codes: jax.Array, scales: jax.Array, form: Format) -> jax.Array:
-    """Returns the float32 numbers that codes and the scales of their blocks stand for."""
+@functools.partial(jax.jit, inline=True)
+def decode(x: Quantized) -> jax.Array:
+    """Returns the float32 numbers that `encode` rounded."""
+    return _numbers(x.qvalue, cast("Format", x.codec)) * _of_elements(x.scale, x.shape)
+
+
+def _numbers(codes: jax.Array, form: Format) -> jax.Array:
     bits = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint32)
     magnitude = bits & jnp.uint32(form.largest_code)
     fraction = magnitude << jnp.uint32(_DROPPED)
@@ -143,7 +147,7 @@ def decode(codes: jax.Array, scales: jax.Array, form: Format) -> jax.Array:
     x = jnp.where(magnitude < jnp.uint32(2**_FRACTION), small, normal)
     if form.is_signed:
         x = _as_float(_bits(x) | (bits >> jnp.uint32(7) << jnp.uint32(31)))
-    return x * _of_elements(scales, codes.shape)
+    return x
 
 
 def _codes(x: jax.Array, factors: jax.Array, form: Format, key: jax.Array | None) -> jax.Array:

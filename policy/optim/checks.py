@@ -1,11 +1,15 @@
-"""Refusals of params, and of states that don't belong to a transform and its params, by path."""
+"""Errors for params, and for states that don't belong to a transform and its params, by path.
+
+A step compares types with those of a state that its transform makes, and looks for a fault only
+where they differ: names and texts of leaves are made for errors alone.
+"""
 
 from __future__ import annotations
 
 import inspect
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -14,6 +18,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 
 from policy.core.arrays import (
     is_inexact,
@@ -25,8 +30,8 @@ from policy.core.arrays import (
 )
 from policy.core.messages import FROZEN, dtype_and_shape, shortened, warn_once, ways_out_of
 from policy.core.policy import Policy
-from policy.optim.blockwise import BLOCK, Format, scales_shape
-from policy.optim.moments import StoredInner, asked_forms, has_codes, scales_of, stored_forms
+from policy.optim.blockwise import BLOCK, encode
+from policy.optim.moments import asked_forms, is_stored_as_codes
 from policy.optim.state import MixedPrecisionState
 from policy.optim.storage_modes import MasterWeights, storage_code, storage_mode, storage_text
 
@@ -175,39 +180,57 @@ def require_storage(
             f"({storage_text(storage_code(dtypes, made_by))}), but tx has {master_weights!r} "
             f"({storage_text(expected)}): {CONVERT}."
         )
-    # params that are their own masters are stored alike in every mode
-    any_half = any(np.dtype(dtype).itemsize < 4 for dtype in dtypes)
-    is_stored = has_mode(state, expected) if any_half else True
+    is_stored = has_stored_mode(state, dtypes, expected)
     check_tree(params, state)
     leaves, tree = jax.tree.flatten(params)
     stored = tree.flatten_up_to(state.masters)
-    changed, unfit = [], []
-    for name, p, before, kept in zip(leaf_names(params), leaves, dtypes, stored, strict=True):
+    changed, unfit = {}, {}
+    for i, (p, before, kept) in enumerate(zip(leaves, dtypes, stored, strict=True)):
         shape = jnp.shape(p if is_empty(kept) else kept)
         if p.dtype != before or p.shape != shape:
-            changed.append(
-                f"{name} was {np.dtype(before)}{list(shape)} and is {dtype_and_shape(p)}"
-            )
+            changed[i] = f"was {np.dtype(before)}{list(shape)} and is {dtype_and_shape(p)}"
         needed = storage_mode(p.dtype, made_by).stored_dtype
         if getattr(kept, "dtype", None) != needed:  # a tree that was restored may hold any
-            unfit.append(f"{name} is {dtype_and_shape(kept)} instead of {needed or 'nothing'}")
+            unfit[i] = f"is {dtype_and_shape(kept)} instead of {needed or 'nothing'}"
     if changed:
         raise ValueError(
             "params changed since the optimizer state was made: "
-            f"{shortened(changed)}. Cast them back, or call resync(params, state) first."
+            f"{_named(changed, params)}. Cast them back, or call resync(params, state) first."
         )
     if unfit:
         raise ValueError(
             f"state.masters do not fit master_weights={made_by!r} and these params: "
-            f"{shortened(unfit)}. Make a state with tx.init(params), or restore the one that "
+            f"{_named(unfit, params)}. Make a state with tx.init(params), or restore the one that "
             "belongs to these params."
         )
     return is_stored
 
 
+def _named(faults: Mapping[int, str], params: optax.Params) -> str:
+    """Returns the texts of faults, by the number of a param, with the params' names."""
+    names = leaf_names(params)
+    return shortened([f"{names[i]} {text}" for i, text in faults.items()])
+
+
 def is_empty(node: Any) -> bool:
     """Returns whether a node stands for nothing, beside a param without a stored array."""
     return isinstance(node, optax.MaskedNode)
+
+
+def has_stored_mode(
+    state: MixedPrecisionState, dtypes: Sequence[DTypeLike], expected: int | None = None
+) -> jax.Array | Literal[True]:
+    """Compares a state's mode with the `expected` storage code, or else that of its layout.
+
+    Returns and raises as `has_mode`; True for params that are their own masters, which are stored
+    alike in every mode.
+
+    Args:
+      dtypes: of the params.
+    """
+    if not [True for dtype in dtypes if np.dtype(dtype).itemsize < 4]:
+        return True
+    return has_mode(state, state.layout.storage if expected is None else expected)
 
 
 def has_mode(state: MixedPrecisionState, expected: int) -> jax.Array | Literal[True]:
@@ -255,55 +278,47 @@ def check_tree(params: optax.Params, state: MixedPrecisionState) -> None:
 
 
 def check_inner(
-    stored: StoredInner,
-    like: optax.OptState,
+    inner: optax.OptState,
+    made: optax.OptState,
     params: optax.Params,
     moment_dtypes: Mapping[str, np.dtype] | None,
 ) -> None:
-    """Refuses an inner state that the transform did not make for these params.
+    """Rejects an inner state that the transform did not make for these params.
 
     Integers may have any width, and Python numbers pass: hyperparameters are set from outside.
 
     Args:
-      stored: the state to check, and the scales of its moments.
-      like: the shapes of the state that the transform makes of float32 params.
-      params: the float32 params, or their shapes.
+      inner: the state to check.
+      made: the shapes of the state that the transform makes of these params.
+      params: the params.
       moment_dtypes: see `get_moment_dtypes`.
 
     Raises:
       ValueError: the leaves have other names; or a moment or its scales have another dtype or
         shape.
     """
-    names, expected = leaf_names(stored.state), leaf_names(like)
-    if names != expected:
+    found, expected = (
+        jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stored_as_codes)
+        for tree in (inner, made)
+    )
+    if [path for path, _ in found] != [path for path, _ in expected]:
+        names, ours = ([path_name(path) for path, _ in each] for each in (found, expected))
         raise ValueError(
             "state was made by another transform than tx: use the transform that made it, or make "
-            f"a new state with tx.init(params). {differences(names, expected)}"
+            f"a new state with tx.init(params). {differences(names, ours)}"
         )
-    dtypes = moment_dtypes or {}
     known = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    targets, asked = stored_forms(like, params, dtypes), asked_forms(like, params, dtypes)
-    made = jax.tree_util.tree_leaves_with_path(like)
-    each = zip(made, jax.tree.leaves(stored.state), scales_of(stored), targets, asked, strict=True)
-    is_tree = not isinstance(stored.scales, optax.MaskedNode)
-    kind = type(stored.scales).__name__
-    wrong = [] if is_tree == has_codes(dtypes) else [f"moment_scales are {kind}"]
-    for (path, one), leaf, scales, target, form in each:
-        if not (_is_of_param(path, one.shape, known) and is_inexact(one)):
+    asked = asked_forms(made, params, moment_dtypes or {})
+    wrong = []
+    for (path, leaf), (_, one), form in zip(found, expected, asked, strict=True):
+        is_coded = is_stored_as_codes(one)
+        if not (_is_of_param(path, one.shape, known) and (is_coded or is_inexact(one))):
             continue
         # inside `jax.shard_map` a leaf too small for codes may be a part of a larger one
-        is_coded = isinstance(form, Format) and leaf.dtype == form.dtype
-        needed = form if is_coded else one if target is None else target
-        needed = f"{getattr(needed, 'dtype', needed)}{list(one.shape)}"
-        of_scales = f"float32{list(scales_shape(one.shape))}" if is_coded else "MaskedNode"
-        wrong += [
-            f"{name} {dtype_and_shape(x)} instead of {text}"
-            for name, x, text in (
-                (f"{path_name(path)} is", leaf, needed),
-                (f"the scales of {path_name(path)} are", scales, of_scales),
-            )
-            if dtype_and_shape(x) != text
-        ]
+        if is_stored_as_codes(leaf) and leaf.codec == form and not is_coded:
+            one = jax.eval_shape(lambda x, form=form: encode(x, form), one)
+        if _types(leaf) != _types(one):
+            wrong.append(f"{path_name(path)} is {_text(leaf)} instead of {_text(one)}")
     if wrong:
         raise ValueError(
             f"state holds other arrays than tx stores for these params: {shortened(wrong)}. Pass "
@@ -312,6 +327,18 @@ def check_inner(
             "jax.shard_map, shards of the last axis of moments in 8 bits are multiples of "
             f"{BLOCK} long: otherwise replicate that axis."
         )
+
+
+def _types(leaf: Any) -> tuple[Any, list[Any]]:
+    """Returns the structure, and the shapes and dtypes, of a leaf of a state."""
+    arrays, tree = jax.tree.flatten(leaf)
+    return tree, [(jnp.shape(x), getattr(x, "dtype", None)) for x in arrays]
+
+
+def _text(leaf: Any) -> str:
+    if not is_stored_as_codes(leaf):
+        return dtype_and_shape(leaf)
+    return f"{dtype_and_shape(leaf.qvalue)} with scales {dtype_and_shape(leaf.scale)}"
 
 
 def _is_of_param(

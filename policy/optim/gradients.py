@@ -1,9 +1,10 @@
-"""Gradients of a step: refused by path, unscaled, clipped; flags and norms that devices share."""
+"""Gradients of a step: rejected by path, unscaled, clipped; flags and norms that devices share."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ from jax.typing import ArrayLike
 
 from policy.core.arrays import (
     axes_of_leaves,
-    is_inexact,
     is_overwritten,
     leaf_names,
     path_name,
@@ -29,7 +29,7 @@ from policy.optim.state import require_state
 
 
 def check_gradients(gradients: Any, state: Any, params: Any) -> None:
-    """Refuses a call of `update` whose arguments don't belong together.
+    """Rejects a call of `update` whose arguments don't belong together.
 
     Raises:
       TypeError: `state` is no MixedPrecisionState; or params and gradients are swapped.
@@ -59,25 +59,40 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
             "returns them second: loss, grads = value_and_grad(loss_fn)(params). "
             "flax.nnx.Optimizer takes ScaledGradients apart: use mpmodules.nnx.Optimizer for them."
         )
+    pairs = _pairs(params, gradients)
+    if not [True for _, p, g in pairs if _is_other(p, g, ())]:
+        _check_agreed(pairs)
+        return
     examples = examples_axis(gradients, params)
     wrong = [
         f"{path_name(path)} is {dtype_and_shape(g)} for a param of {dtype_and_shape(p)}"
-        for path, p, g in _pairs(params, gradients)
-        if not is_overwritten(path)
-        and not (
-            g.shape == (*examples, *p.shape)
-            and is_inexact(g)
-            and jnp.iscomplexobj(g) <= jnp.iscomplexobj(p)
-        )
+        for path, p, g in pairs
+        if not is_overwritten(path) and _is_other(p, g, examples)
     ]
     if wrong:
         raise ValueError(
             "gradients should be floating (complex for complex params only), of the params' "
             f"shapes, but {shortened(wrong)}."
         )
+    _check_agreed(pairs)
+
+
+def _is_other(param: Any, gradient: Any, examples: tuple[int, ...]) -> bool:
+    """Returns whether an array is no gradient of a param, with the axis of examples in front."""
+    kinds = (jnp.floating, jnp.complexfloating) if jnp.iscomplexobj(param) else (jnp.floating,)
+    is_number = any(map(functools.partial(jnp.issubdtype, gradient.dtype), kinds))
+    return not is_number or gradient.shape != (*examples, *param.shape)
+
+
+_Pairs: TypeAlias = list[tuple[KeyPath, Any, Any]]
+
+
+def _check_agreed(pairs: _Pairs) -> None:
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return
     wrong = [
         f"{path_name(path)} over {', '.join(sorted(map(repr, axes)))}"
-        for path, p, g in _pairs(params, gradients)
+        for path, p, g in pairs
         if (axes := varying_axes(g) - varying_axes(p))
     ]
     if wrong:  # such params would drift apart
@@ -87,7 +102,7 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
         )
 
 
-def _pairs(params: optax.Params, gradients: optax.Updates) -> list[tuple[KeyPath, Any, Any]]:
+def _pairs(params: optax.Params, gradients: optax.Updates) -> _Pairs:
     """Returns the path, the param and the gradient of each leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return [
@@ -107,6 +122,21 @@ def examples_axis(gradients: optax.Updates, params: Any) -> tuple[int, ...]:
     return tuple(lengths) if len(lengths) == 1 and -1 not in lengths else ()
 
 
+def checked(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps a transform so that each result is checked with `check_stepped`."""
+
+    def update(
+        updates: Any, state: optax.OptState, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        new, after = inner.update(updates, state, params, **extra_args)
+        check_stepped(updates, new, params, after, state)
+        return new, after
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
 def check_stepped(
     gradients: optax.Updates,
     updates: optax.Updates,
@@ -114,7 +144,7 @@ def check_stepped(
     new_inner: optax.OptState,
     inner: optax.OptState,
 ) -> None:
-    """Refuses results of an inner transform that have other trees or shapes than its arguments.
+    """Rejects results of an inner transform that have other trees or shapes than its arguments.
 
     Args:
       gradients: the gradients that it was given.
@@ -127,8 +157,11 @@ def check_stepped(
       ValueError: they differ.
     """
     for name, new, old in (("updates", updates, wide), ("state", new_inner, inner)):
+        (leaves, tree), (before, same_tree) = jax.tree.flatten(new), jax.tree.flatten(old)
+        if tree == same_tree and list(map(jnp.shape, leaves)) == list(map(jnp.shape, before)):
+            continue
         found, expected = _shapes(new), _shapes(old)
-        if found == expected:
+        if found == expected:  # of other containers
             continue
         hint = (
             " It does not take gradients per example: average them over their first axis, or put "

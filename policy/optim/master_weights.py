@@ -14,14 +14,7 @@ from policy.core.arrays import boxed_like, is_overwritten, path_name, unboxed, w
 from policy.core.messages import shortened
 from policy.optim.checks import check_params, check_tree, has_mode, require_storage
 from policy.optim.host_memory import is_on_host, on_device, on_host
-from policy.optim.moments import (
-    StoredInner,
-    fields_of,
-    form_of,
-    is_moment,
-    narrow_moments,
-    widen_moments,
-)
+from policy.optim.moments import is_stored_as_codes, moment_like
 from policy.optim.state import (
     MixedPrecisionState,
     check_mode,
@@ -291,27 +284,16 @@ def _with_options(
     state: MixedPrecisionState, params: optax.Params, to: MixedPrecision
 ) -> MixedPrecisionState:
     """Returns a state whose moments' dtypes and kind of loss scale are those of `to`."""
-    fresh = jax.eval_shape(to.init, params)
-    if jax.tree.structure(fresh.inner) != jax.tree.structure(state.inner):
+    (fresh, expected), (leaves, tree) = (
+        jax.tree.flatten(inner, is_leaf=is_stored_as_codes)
+        for inner in (jax.eval_shape(to.init, params).inner, strongly_typed(state.inner))
+    )
+    if tree != expected:
         raise ValueError(
             "convert keeps the inner state, but to wraps a transform whose state has another tree, "
-            f"{jax.tree.structure(fresh.inner)}: make a new state with tx.init(params)."
+            f"{expected}: make a new state with tx.init(params)."
         )
-    inner = jax.tree.map(strongly_typed, state.inner)
-    stored = StoredInner(inner, state.moment_scales)
-    leaves = jax.tree.leaves(inner), jax.tree.leaves(fresh.inner)
-    each = list(zip(fields_of(inner, params), *leaves, strict=True))
-    # the forms of a leaf in both states, where they differ
-    is_new = [is_moment(x) and x.dtype != like.dtype for _, x, like in each]
-    before, after = (
-        [
-            form_of(field, np.dtype(pair[number].dtype)) if new else None
-            for (field, *pair), new in zip(each, is_new, strict=True)
-        ]
-        for number in (0, 1)
-    )
-    computed = widen_moments(stored, before)
-    new = narrow_moments(computed, after, to.moment_dtypes, like=stored)
+    inner = tree.unflatten(map(moment_like, leaves, fresh))
     is_same_kind = type(state.loss_scale) is type(to.loss_scale)
     scale = state.loss_scale if is_same_kind else jax.tree.map(strong_copy, to.loss_scale)
-    return state._replace(inner=new.state, moment_scales=new.scales, loss_scale=scale)
+    return state._replace(inner=inner, loss_scale=scale)

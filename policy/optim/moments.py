@@ -1,14 +1,12 @@
-"""Moments of optax states in 16 or 8 bits: their fields and dtypes, rounding and widening.
-
-----
-
-Refusals of moments that can't be stored narrow, found by steps of params of one element."""
+"""Moments of optax states in 16 or 8 bits: their fields and dtypes, and a transform around another
+that stores them so; errors for moments that can't be, found by steps of params of one element.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +14,13 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from policy.core.arrays import varying_axes, working_dtype
+from policy.core.arrays import boxed_parts, varying_axes, working_dtype
+from policy.core.codes import Quantized
 from policy.core.dtypes import dtype_names, parse_dtype
 from policy.core.messages import shortened
-from policy.optim.blockwise import CODE_DTYPES, POSITIVE, SIGNED, Format, decode, encode
 from policy.optim.blockwise import LARGEST_RETENTION as LARGEST_OF_CODES
-from policy.optim.storage_modes import round_stochastically, round_to
+from policy.optim.blockwise import POSITIVE, SIGNED, Format, decode, encode
+from policy.optim.storage_modes import round_stochastically, round_to, rounding_keys
 
 FIRST_MOMENTS = ("mu", "m", "m1", "trace", "ema", "exp_avg")
 """Fields of optax's states that hold a running mean of gradients.
@@ -80,20 +79,25 @@ def is_first(name: str) -> bool:
     return name in ("", *FIRST_MOMENTS)
 
 
-def has_codes(dtypes: Mapping[str, np.dtype] | None) -> bool:
-    """Returns whether a field's dtype is one of codes."""
-    return any(dtype in CODE_DTYPES for dtype in (dtypes or {}).values())
-
-
 StoredForm: TypeAlias = np.dtype | Format | None
 """The form that a leaf is stored in: codes, or a floating dtype; None for one that stays as is."""
 
 
 def form_of(field: str, dtype: np.dtype) -> np.dtype | Format:
     """Returns the form that a field is stored in by its dtype: codes, if the dtype is of codes."""
-    if dtype not in CODE_DTYPES:
+    if jnp.issubdtype(dtype, jnp.floating):
         return dtype
     return SIGNED if is_first(field) else POSITIVE
+
+
+def is_stored_as_codes(node: Any) -> bool:
+    """Returns whether a node of a state is a moment in 8 bits."""
+    return isinstance(node, Quantized)
+
+
+def moments_in(inner: optax.OptState) -> list[Any]:
+    """Returns the leaves of an optax state, where a moment in 8 bits is one leaf."""
+    return jax.tree.leaves(inner, is_leaf=is_stored_as_codes)
 
 
 def stored_forms(
@@ -106,30 +110,30 @@ def stored_forms(
     ones.
     """
 
-    def is_stored(leaf: jax.Array, target: StoredForm) -> bool:
-        if not isinstance(target, Format) or leaf.dtype in CODE_DTYPES:
+    def is_stored(leaf: Any, form: StoredForm) -> bool:
+        if not isinstance(form, Format) or is_stored_as_codes(leaf):
             return True
         return leaf.size >= SMALLEST_SIZE and leaf.shape[-1] >= SMALLEST_WIDTH
 
-    pairs = zip(jax.tree.leaves(inner), asked_forms(inner, params, dtypes), strict=True)
-    return [target if is_stored(leaf, target) else None for leaf, target in pairs]
+    pairs = zip(moments_in(inner), asked_forms(inner, params, dtypes), strict=True)
+    return [form if is_stored(leaf, form) else None for leaf, form in pairs]
 
 
 def asked_forms(
     inner: optax.OptState, params: optax.Params, dtypes: Mapping[str, np.dtype]
 ) -> list[StoredForm]:
     """Returns, for each leaf of an optax state, the form that is asked for its field, or None."""
-    targets: list[StoredForm] = []
-    for name, leaf in zip(fields_of(inner, params), jax.tree.leaves(inner), strict=True):
+    forms: list[StoredForm] = []
+    for name, leaf in zip(fields_of(inner, params), moments_in(inner), strict=True):
         dtype = dtypes.get(name, dtypes.get("") if name in FIRST_MOMENTS else None)
-        targets.append(None if dtype is None or not is_moment(leaf) else form_of(name, dtype))
-    return targets
+        forms.append(None if dtype is None or not is_moment(leaf) else form_of(name, dtype))
+    return forms
 
 
 def is_moment(leaf: Any) -> bool:
     """Returns whether a leaf of a state is a real floating array, or codes of one."""
-    is_array = hasattr(leaf, "dtype")
-    return is_array and (leaf.dtype in CODE_DTYPES or jnp.issubdtype(leaf.dtype, jnp.floating))
+    is_array = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return is_array or is_stored_as_codes(leaf)
 
 
 def fields_of(inner: optax.OptState, params: optax.Params) -> list[str]:
@@ -139,90 +143,109 @@ def fields_of(inner: optax.OptState, params: optax.Params) -> list[str]:
     """
     suffixes = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
     fields = []
-    for path, _ in jax.tree_util.tree_leaves_with_path(inner):
+    for path, _ in jax.tree_util.tree_leaves_with_path(inner, is_leaf=is_stored_as_codes):
         cut = next((i for i in range(len(path) + 1) if path[i:] in suffixes), len(path))
         names = [key.name for key in path[:cut] if isinstance(key, jax.tree_util.GetAttrKey)]
         fields.append(names[-1] if names else "")
     return fields
 
 
-class StoredInner(NamedTuple):
-    """The state of an inner transform, with moments as they are stored.
+def store_moments(
+    inner: optax.GradientTransformationExtraArgs,
+    dtypes: Mapping[str, np.dtype],
+    key: jax.Array | None,
+    axis_name: Sequence[Hashable],
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps a transform so that its moments are stored in fewer bits, and computed in float32.
 
-    Attributes:
-      state: the transform's own state; moments in 8 bits are codes of their shapes.
-      scales: a tree like the state, of the scales of codes, and an empty `optax.MaskedNode` for
-        every other leaf; or one such node if no moment may be stored as codes.
+    Args:
+      inner: the transform.
+      dtypes: see `get_moment_dtypes`.
+      key: the PRNG key of stochastic rounding, or None.
+      axis_name: see `axes_of_leaves`.
+
+    Returns:
+      A transform whose `update` takes the step's number as `rounding_count`, () int32.
     """
 
-    state: optax.OptState
-    scales: Any
+    def init(params: Any) -> optax.OptState:
+        state = inner.init(params)
+        return boxed_parts(downcast_moments(state, stored_forms(state, params, dtypes)), Quantized)
+
+    def update(
+        updates: Any,
+        state: optax.OptState,
+        params: Any = None,
+        *,
+        rounding_count: Any,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        forms = stored_forms(state, params, dtypes)
+        updates, new = inner.update(updates, upcast_moments(state, forms), params, **extra)
+        leaves, first = jax.tree.leaves(new), len(jax.tree.leaves(params))
+        keys = rounding_keys(key, leaves, rounding_count, axis_name, first=first)
+        return updates, downcast_moments(new, forms, keys, moments_in(state))
+
+    return optax.GradientTransformationExtraArgs(init, cast("Any", update))
 
 
-def widen_moments(stored: StoredInner, targets: list[StoredForm]) -> optax.OptState:
-    """Returns a state whose moments are float32, in which the inner transform computes."""
-    leaves, tree = jax.tree.flatten(stored.state)
-    each = zip(leaves, scales_of(stored), targets, strict=True)
-    return tree.unflatten(x if t is None else _widen(x, s, t) for x, s, t in each)
+def upcast_moments(inner: optax.OptState, forms: Sequence[StoredForm]) -> optax.OptState:
+    """Returns a state whose moments of a form are float32, in which the transform computes."""
+    leaves, tree = jax.tree.flatten(inner, is_leaf=is_stored_as_codes)
+    pairs = zip(leaves, forms, strict=True)
+    return tree.unflatten([x if form is None else _upcast(x) for x, form in pairs])
 
 
-def scales_of(stored: StoredInner) -> list[Any]:
-    """Returns, for each leaf of the state, its scales or an empty `optax.MaskedNode`."""
-    leaves, tree = jax.tree.flatten(stored.state)
-    if isinstance(stored.scales, optax.MaskedNode):
-        return [optax.MaskedNode()] * len(leaves)
-    return tree.flatten_up_to(stored.scales)
+def _upcast(x: Any) -> jax.Array:
+    return decode(x) if is_stored_as_codes(x) else x.astype(working_dtype(x.dtype))
 
 
-def _widen(x: jax.Array, scales: Any, target: StoredForm) -> jax.Array:
-    if isinstance(target, Format):
-        return decode(x, scales, target)
-    return x.astype(working_dtype(x.dtype))
+def moment_like(x: Any, like: Any) -> Any:
+    """Returns a leaf of a state in the form of another one; leaves that are no moments as they are.
+
+    Args:
+      x: the leaf, see `moments_in`.
+      like: a leaf of the same shape, or its shapes.
+    """
+    form = like.codec if is_stored_as_codes(like) else like.dtype
+    own = x.codec if is_stored_as_codes(x) else getattr(x, "dtype", None)
+    return x if own == form or not is_moment(x) else _downcast(_upcast(x), form, None, None)
 
 
-def narrow_moments(
+def downcast_moments(
     inner: optax.OptState,
-    targets: list[StoredForm],
-    dtypes: Mapping[str, np.dtype] | None,
-    keys: list[jax.Array | None] | None = None,
-    like: StoredInner | None = None,
-) -> StoredInner:
+    forms: Sequence[StoredForm],
+    keys: Sequence[jax.Array | None] | None = None,
+    before: Sequence[Any] | None = None,
+) -> optax.OptState:
     """Rounds the moments of a state to the forms that they are stored in.
 
     A finite moment beyond float16 becomes its largest number: an infinite one would stay for good.
 
     Args:
       inner: a state of an optax transform.
-      targets: see `stored_forms`.
-      dtypes: see `get_moment_dtypes`.
+      forms: see `stored_forms`.
       keys: PRNG keys of stochastic rounding, one for each leaf; None rounds to nearest.
-      like: the state before. Leaves without a target keep their scales, and where devices that
-        hold different parts of a moment share a scale, they compute it together again.
+      before: the leaves of the state before, see `moments_in`. Where devices that hold different
+        parts of a moment share a scale, they compute it together again.
     """
-    leaves, tree = jax.tree.flatten(inner)
-    draws: list[jax.Array | None] = keys or [None] * len(leaves)
-    before = [optax.MaskedNode()] * len(leaves) if like is None else scales_of(like)
-    each = zip(leaves, targets, draws, before, strict=True)
-    pairs = [(x, old) if t is None else _narrow(x, t, key, old) for x, t, key, old in each]
-    scales = tree.unflatten(s for _, s in pairs) if has_codes(dtypes) else optax.MaskedNode()
-    return StoredInner(tree.unflatten(x for x, _ in pairs), scales)
+    leaves, tree = jax.tree.flatten(inner, is_leaf=is_stored_as_codes)
+    none = [None] * len(leaves)
+    each = zip(leaves, forms, keys or none, before or none, strict=True)
+    return tree.unflatten([x if f is None else _downcast(x, f, key, b) for x, f, key, b in each])
 
 
-def _narrow(
-    x: jax.Array, target: np.dtype | Format, key: jax.Array | None, before: Any
-) -> tuple[Any, Any]:
-    if isinstance(target, Format):
-        is_new = isinstance(before, optax.MaskedNode)
-        shared = frozenset() if is_new else varying_axes(x) - varying_axes(before)
-        return encode(x.astype(jnp.float32), target, key, tuple(sorted(shared, key=str)))
-    dtype = target
-    if dtype.itemsize >= 4:
-        return x.astype(dtype), optax.MaskedNode()
-    largest = np.float32(jnp.finfo(dtype).max)
+def _downcast(x: jax.Array, form: np.dtype | Format, key: jax.Array | None, before: Any) -> Any:
+    if isinstance(form, Format):
+        is_new = not is_stored_as_codes(before)
+        shared = frozenset() if is_new else varying_axes(x) - varying_axes(before.scale)
+        return encode(x.astype(jnp.float32), form, key, tuple(sorted(shared, key=str)))
+    if form.itemsize >= 4:
+        return x.astype(form)
+    largest = np.float32(jnp.finfo(form).max)
     x = x.astype(jnp.float32)
     x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
-    rounded = round_to(x, dtype) if key is None else round_stochastically(x, dtype, key)
-    return rounded, optax.MaskedNode()
+    return round_to(x, form) if key is None else round_stochastically(x, form, key)
 
 
 LARGEST_RETENTION = 0.98

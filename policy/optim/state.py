@@ -14,7 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike, DTypeLike
 
-from policy.core.arrays import is_overwritten, leaf_names, path_name, unboxed
+from policy.core.arrays import (
+    OVERWRITE_WITH_GRADIENT,
+    is_overwritten,
+    leaf_names,
+    path_name,
+    unboxed,
+)
 from policy.core.messages import shortened
 from policy.grads.loss_scale import LossScale, note_use
 from policy.optim.blockwise import BLOCK, scales_shape
@@ -57,7 +63,8 @@ class MixedPrecisionState(NamedTuple):
     Attributes:
       layout: each param's dtype when the state was made, and the mode by name. It comes first, so
         that libraries which restore a state field by field compare it first.
-      inner: the wrapped transform's own state; it was made from float32 params.
+      inner: the wrapped transform's own state; it was made from float32 params. Moments in 8 bits
+        are nodes with `qvalue`, of the moment's shape, and `scale`.
       loss_scale: the current scale. It lives here and nowhere else.
       finite: () bool, True if the last step's gradients were finite.
       skipped: () int32, steps that were skipped.
@@ -66,8 +73,6 @@ class MixedPrecisionState(NamedTuple):
         empty `optax.MaskedNode`.
       mode: () int32, the `storage_code` of the masters. A leaf, so that it is saved and restored
         with them.
-      moment_scales: the scales of moments as codes: a tree like `inner`, with an empty
-        `optax.MaskedNode` for every other leaf; or one such node without such a `moment_dtype`.
 
     Example:
 
@@ -89,7 +94,6 @@ class MixedPrecisionState(NamedTuple):
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     masters: Any
     mode: jax.Array
-    moment_scales: Any
 
 
 def layout_of(params: optax.Params, master_weights: MasterWeights) -> Layout:
@@ -121,6 +125,19 @@ def check_mode(names: list[str], dtypes: list[DTypeLike], master_weights: Master
             f"master_weights={master_weights!r} is for {takes} params, but {shortened(wrong)}. Use "
             "'auto', which stores a master of each half dtype, or 'full'."
         )
+
+
+_OVERWRITTEN = (
+    jax.tree_util.DictKey(OVERWRITE_WITH_GRADIENT),
+    jax.tree_util.GetAttrKey(OVERWRITE_WITH_GRADIENT),
+)
+
+
+def has_overwritten(tree: Any) -> bool:
+    """Returns whether a leaf of `tree` lies under `_overwrite_with_gradient`."""
+    in_mapping, in_object = _OVERWRITTEN
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return bool([path for path in paths if in_mapping in path or in_object in path])
 
 
 def without_overwritten(tree: Any) -> Any:
@@ -273,15 +290,20 @@ def strong_copy(x: ArrayLike) -> jax.Array:
     return jnp.array(x, dtype=jnp.result_type(x), copy=True)
 
 
-def strongly_typed(leaf: jax.Array | float) -> jax.Array:
-    """Returns a state leaf in a dtype that is not weak, without a copy where it has one already.
+def strongly_typed(tree: Any) -> Any:
+    """Returns a state's leaves in dtypes that are not weak, without copies of those that are so.
 
     Python numbers, which `optax.tree_utils.tree_set` puts in from outside, have none.
     """
-    if isinstance(leaf, (float, int)):
-        is_float = isinstance(leaf, float)
-        return jnp.asarray(leaf, jnp.float32 if is_float else jnp.result_type(type(leaf)))
-    return lax.convert_element_type(leaf, leaf.dtype) if jax.typeof(leaf).weak_type else leaf
+
+    def one(leaf: Any) -> jax.Array:
+        if isinstance(leaf, (float, int)):
+            is_float = isinstance(leaf, float)
+            return jnp.asarray(leaf, jnp.float32 if is_float else jnp.result_type(type(leaf)))
+        return lax.convert_element_type(leaf, leaf.dtype) if jax.typeof(leaf).weak_type else leaf
+
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten([one(x) if getattr(x, "weak_type", True) else x for x in leaves])
 
 
 def owned(leaf: ArrayLike, seen: set[int]) -> jax.Array:
@@ -297,10 +319,23 @@ def owned(leaf: ArrayLike, seen: set[int]) -> jax.Array:
     return leaf
 
 
-def as_type_of(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns `new` in the dtype of `old`; keys and other extended dtypes as they are."""
-    is_extended = jnp.issubdtype(old.dtype, jax.dtypes.extended)
-    return new if is_extended else lax.convert_element_type(new, old.dtype)
+def like_before(new: Any, old: Any) -> Any:
+    """Returns the leaves of `new` in the dtypes of `old`; keys and other extended dtypes as they
+    are.
+    """
+
+    def one(x: Any, before: jax.Array) -> Any:
+        is_extended = jnp.issubdtype(before.dtype, jax.dtypes.extended)
+        return x if is_extended else lax.convert_element_type(x, before.dtype)
+
+    leaves, structure = jax.tree.flatten(new)
+    pairs = zip(leaves, jax.tree.leaves(old), strict=True)
+    return structure.unflatten(
+        [
+            one(x, before) if getattr(x, "weak_type", True) or x.dtype != before.dtype else x
+            for x, before in pairs
+        ]
+    )
 
 
 def incremented(count: jax.Array, by: jax.Array) -> jax.Array:
@@ -359,22 +394,26 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     kind = getattr(tx, "state_memory_kind", None)
 
     def one(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Sharding | None:
-        return with_memory_kind(on_devices(path, leaf), kind, leaf)
+        return with_memory_kind(on_devices(path, leaf.shape), kind, leaf)
 
-    def on_devices(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Sharding | None:
-        for start in range(len(path) + 1):  # the longest end of the path that is a param's
-            if path[start:] in known:
-                shape, sharding = known[path[start:]]
-                more = len(leaf.shape) - len(shape)
-                if more >= 0 and leaf.shape[more:] == shape:
-                    return _with_more_axes(sharding, more)
-                is_scales = any(getattr(key, "name", None) == "moment_scales" for key in path)
-                if is_scales and shape and leaf.shape[more:] == scales_shape(shape):
-                    return _with_more_axes(_of_scales(sharding, shape), more)
-                return everywhere
+    def on_devices(path: KeyPath, shape: tuple[int, ...]) -> Sharding | None:
+        whole = tuple([key for key in path if key not in _PARTS])  # of a moment in 8 bits
+        ends = [each[start:] for each in (path, whole) for start in range(len(each) + 1)]
+        found = next((known[end] for end in ends if end in known), None)  # the longest end
+        if found is None:
+            return everywhere
+        (of_param, sharding), more = found, len(shape) - len(found[0])
+        if more >= 0 and shape[more:] == of_param:
+            return _with_more_axes(sharding, more)
+        is_scale = _PARTS[1] in path and more >= 0 and bool(of_param)
+        if is_scale and shape[more:] == scales_shape(of_param):
+            return _with_more_axes(_of_scales(sharding, of_param), more)
         return everywhere
 
     return jax.tree_util.tree_map_with_path(one, jax.eval_shape(tx.init, params))
+
+
+_PARTS = (jax.tree_util.GetAttrKey("qvalue"), jax.tree_util.GetAttrKey("scale"))
 
 
 def _sharding(path: KeyPath, leaf: Any) -> Sharding:

@@ -359,16 +359,20 @@ class ParamUpdate:
       dtype: the param's dtype.
       as_update: True where the result is a difference for `optax.apply_updates` to add, instead of
         the param itself.
+      is_wide: True where the param is its own float32 value; its update is the inner transform's.
     """
 
     mode: StorageMode
     dtype: np.dtype
     as_update: bool
+    is_wide: bool
 
-    @property
-    def is_wide(self) -> bool:
-        """True where the param is its own float32 value; its update is the inner transform's."""
-        return self.dtype == working_dtype(self.dtype)
+    @classmethod
+    def of(cls, dtype: DTypeLike, master_weights: MasterWeights, as_update: bool) -> ParamUpdate:
+        """Returns the update of a param of `dtype`."""
+        dtype = np.dtype(dtype)
+        is_wide = dtype == working_dtype(dtype)
+        return cls(storage_mode(dtype, master_weights), dtype, as_update, is_wide)
 
     def applied(
         self, param: jax.Array, value: jax.Array, update: jax.Array, key: jax.Array | None

@@ -1,8 +1,6 @@
-"""`mixed_precision` runs any optax transform in float32; `apply_gradients` takes a step with it.
-
-----
-
-`match_updates`: the updates of a transform, cast to the dtypes that are asked for."""
+"""`mixed_precision` runs an optax transform in float32; `apply_gradients` takes a step with it;
+`match_updates` casts the updates of a transform.
+"""
 
 from __future__ import annotations
 

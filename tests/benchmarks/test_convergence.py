@@ -48,7 +48,7 @@ def test_the_maps_of_the_optimizers_codes_give_its_roundings():
         x = (first if form.is_signed else second).astype(np.float32)
         numbers = code_maps.minifloat(form.exponent_bits, 3)
         right = code_maps.rounded(x, numbers, never_zero=not form.is_signed)
-        found = decode(*encode(jnp.asarray(x).reshape(-1, 128), form), form).reshape(-1)
+        found = decode(encode(jnp.asarray(x).reshape(-1, 128), form)).reshape(-1)
         off = np.abs(np.asarray(found, np.float64) - right) > 1e-5 * np.abs(right)
         assert off.mean() < 1e-3  # ties
 

@@ -13,6 +13,7 @@ import pytest
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
 from policy import apply_gradients
+from policy.core.codes import Quantized
 from policy.optim import blockwise, convert
 from policy.optim.blockwise import (
     BLOCK,
@@ -22,9 +23,8 @@ from policy.optim.blockwise import (
     SIGNED,
     decode,
     encode,
-    scales_shape,
 )
-from policy.optim.moments import StoredInner, stored_forms, widen_moments
+from policy.optim.moments import stored_forms, upcast_moments
 from tests.policy.optim.steps import assert_same, dtypes, stepped, types, wrapped
 
 KEY = jax.random.key(0)
@@ -173,8 +173,8 @@ def gradients(step: Any) -> Any:
 
 
 def wide(tx: Any, state: Any) -> Any:
-    targets = stored_forms(state.inner, LARGE, tx.moment_dtypes or {})
-    return widen_moments(StoredInner(state.inner, state.moment_scales), targets)
+    forms = stored_forms(state.inner, LARGE, tx.moment_dtypes or {})
+    return upcast_moments(state.inner, forms)
 
 
 @functools.cache
@@ -190,10 +190,10 @@ def trained(name: str | None) -> Any:
 def test_both_moments_of_a_large_leaf_take_two_bytes_and_their_scales():
     params = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
     state: Any = jax.eval_shape(adam_in(INT8).init, params)
-    moments, scales = state.inner[0][1:], state.moment_scales[0][1:]
-    assert dtypes(moments) == ["int8", "uint8"]
-    assert [x.shape for x in (*moments, *scales)] == [(1024, 4096)] * 2 + [(1024, 32)] * 2
-    program = jax.jit(lambda *of: of).lower(*moments, *scales).compile()
+    moments = state.inner[0][1:]
+    assert dtypes(moments) == ["int8", "float32", "uint8", "float32"]
+    assert [x.shape for x in jax.tree.leaves(moments)] == [(1024, 4096), (1024, 32)] * 2
+    program = jax.jit(lambda *of: of).lower(*moments).compile()
     memory: Any = program.memory_analysis()
     assert memory.argument_size_in_bytes / (1024 * 4096) == 2 + 2 * 4 / 128 < 2.1
 
@@ -202,9 +202,9 @@ def test_small_leaves_and_those_of_a_short_last_axis_stay_float32():
     shapes = {"w": (16, 256), "small": (16, 255), "short": (4096, 15), "none": (0, 8), "scalar": ()}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     state: Any = jax.eval_shape(adam_in(INT8).init, params)
-    found = {name: str(x.dtype) for name, x in state.inner[0].nu.items()}
-    assert found == dict.fromkeys(shapes, "float32") | {"w": "uint8"}
-    assert [x.shape for x in jax.tree.leaves(state.moment_scales)] == [(16, 2)] * 2
+    found = {name: dtypes(x) for name, x in state.inner[0].nu.items()}
+    assert found == {key: ["float32"] for key in shapes} | {"w": ["uint8", "float32"]}
+    assert state.inner[0].nu["w"].scale.shape == (16, 2)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_small_leaves_and_those_of_a_short_last_axis_stay_float32():
 def test_a_bare_dtype_is_the_first_moments_and_fields_may_differ(asked, mu, nu):
     tx = adam_in(asked)
     adam: Any = jax.eval_shape(tx.init, LARGE).inner[0]
-    assert (str(adam.mu["w"].dtype), str(adam.nu["w"].dtype)) == (mu, nu)
+    assert (dtypes(adam.mu["w"])[0], dtypes(adam.nu["w"])[0]) == (mu, nu)
     assert adam_in(tx.moment_dtypes).moment_dtypes == tx.moment_dtypes
 
 
@@ -243,8 +243,7 @@ def test_a_step_that_is_not_finite_keeps_codes_and_scales():
     bad = {**gradients(3), "w": gradients(3)["w"].at[3, 5].set(jnp.nan)}
     new, after = stepped(tx, params, before, bad)
     assert not after.finite
-    parts = after.inner, after.moment_scales
-    assert_same((new, parts), (params, (before.inner, before.moment_scales)))
+    assert_same((new, after.inner), (params, before.inner))
     assert stepped(tx, params, before, gradients(3))[1].finite
 
 
@@ -256,7 +255,7 @@ def test_fields_steps_and_leaves_are_rounded_by_bits_of_their_own():
     seen = []
     for _ in range(2):
         state = stepped(tx, params, state, {"a": value, "b": value})[1]
-        seen += [np.asarray(state.inner.trace[name]) for name in "ab"]
+        seen += [np.asarray(state.inner.trace[name].qvalue) for name in "ab"]
     assert all(len(np.unique(x[:, 1:])) == 2 for x in seen)
     assert all((seen[i] != seen[j]).any() for i in range(4) for j in range(i))
 
@@ -268,7 +267,7 @@ OTHERS = [None, "bfloat16", {"mu": "bfloat16", "nu": "int8"}, {"nu": "int8"}]
 def test_a_state_of_another_moment_dtype_is_refused_by_name_and_converted(other):
     tx, params, state = trained("int8")
     loads = adam_in(other, loss_scale=8.0)
-    text = r"other arrays than tx stores for .*0/(mu|nu)/w is \w+\[32, 160\] instead of \w+"
+    text = r"other arrays than tx stores for .*0/(mu|nu)/w is \w+\[32, 160\].* instead of \w+"
     with pytest.raises(ValueError, match=text):
         apply_gradients(loads, params, state, gradients(3))
     made = convert(state, params, to=loads)
@@ -286,18 +285,13 @@ def test_a_state_of_another_moment_dtype_is_refused_by_name_and_converted(other)
     assert apply_gradients(tx, params, back, gradients(3))[2]
 
 
-def test_scales_that_are_missing_or_of_another_shape_are_refused_by_name():
+def test_scales_of_another_shape_are_refused_by_name():
     tx, params, state = trained("int8")
-    half = jax.tree.map(lambda x: x[:, :1], state.moment_scales)
-    for scales, text in (
-        (optax.MaskedNode(), "moment_scales are MaskedNode, .* are MaskedNode instead of"),
-        (half, r"scales of 0/mu/w are float32\[32, 1\] instead of float32\[32, 2\]"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            apply_gradients(tx, params, state._replace(moment_scales=scales), gradients(3))
-    small = {"b": jnp.ones(4)}
-    with pytest.raises(ValueError, match="moment_scales are tuple"):
-        apply_gradients(adam_in(), small, adam_in(INT8).init(small), small)
+    cut = lambda x: x[:, :1] if x.shape == (32, 2) else x  # noqa: E731
+    half = state._replace(inner=jax.tree.map(cut, state.inner))
+    text = r"0/mu/w is int8\[32, 160\] with scales float32\[32, 1\] instead of int8\[32, 160\] with"
+    with pytest.raises(ValueError, match=text):
+        apply_gradients(tx, params, half, gradients(3))
 
 
 every_form = pytest.mark.parametrize("form", FORMATS, ids=lambda form: str(form.dtype))
@@ -320,7 +314,7 @@ def draw(form, shape, spread=2.0):
 
 
 def through(x, form, key=None):
-    return np.asarray(decode(*encode(jnp.asarray(x), form, key), form), np.float64)
+    return np.asarray(decode(encode(jnp.asarray(x), form, key)), np.float64)
 
 
 @every_form
@@ -328,13 +322,14 @@ def test_every_code_is_its_sign_exponent_and_fraction_and_comes_back(form):
     signed, truth = np.arange(form.largest_code + 1, dtype=np.uint8), numbers(form)
     if form.is_signed:
         signed, truth = np.concatenate([signed, signed | 128]), np.concatenate([truth, -truth])
-    ones = jnp.ones(scales_shape(signed.shape), jnp.float32)
+    ones = jnp.ones(-(-len(signed) // BLOCK), jnp.float32)
     codes = jax.lax.bitcast_convert_type(jnp.asarray(signed), form.dtype)
-    found = decode(codes, ones, form)
+    found = decode(Quantized(codes, ones, codec=form))
     np.testing.assert_array_equal(np.asarray(found, np.float64), truth)
     again = np.tile(np.asarray(found)[:, None], BLOCK)
     again[:, -1] = form.largest  # a block of its own for each number, of scale 1
-    back, scales = encode(jnp.asarray(again), form)
+    made = encode(jnp.asarray(again), form)
+    back, scales = made.qvalue, made.scale
     np.testing.assert_array_equal(scales, 1.0)
     assert back.dtype == form.dtype
     np.testing.assert_array_equal(jax.lax.bitcast_convert_type(back, jnp.uint8)[:, 0], signed)
@@ -344,7 +339,8 @@ def test_every_code_is_its_sign_exponent_and_fraction_and_comes_back(form):
 @every_form
 def test_numbers_are_rounded_to_nearest_beside_the_largest_of_their_block(form, shape):
     x = draw(form, shape, 1.0)
-    codes, scales = encode(jnp.asarray(x), form)
+    made = encode(jnp.asarray(x), form)
+    codes, scales = made.qvalue, made.scale
     assert codes.shape == shape
     assert scales.shape == (*shape[:-1], -(-shape[-1] // BLOCK))
     wide = np.pad(np.float64(x), [(0, 0)] * (x.ndim - 1) + [(0, -shape[-1] % BLOCK)])
@@ -356,7 +352,7 @@ def test_numbers_are_rounded_to_nearest_beside_the_largest_of_their_block(form, 
     nearest = grid[gaps.argmin(-1)]
     if not form.is_signed:
         nearest = np.where(x > 0, np.maximum(nearest, grid[1]), 0)
-    found = np.asarray(decode(codes, scales, form), np.float64)
+    found = np.asarray(decode(made), np.float64)
     off = np.abs(found - np.sign(x) * nearest * of_each)
     # ties go either way, as a quotient is rounded
     tie = np.sort(gaps, -1)[..., 1] - gaps.min(-1) < 1e-5 * nearest
@@ -367,7 +363,7 @@ def test_numbers_are_rounded_to_nearest_beside_the_largest_of_their_block(form, 
 def test_stochastic_rounding_is_right_on_average(form):
     x = draw(form, (16, 128), 0.5)
     keys = jax.random.split(ROUNDING_KEY, 500)
-    mean = np.mean(jax.lax.map(lambda key: decode(*encode(x, form, key), form), keys), axis=0)
+    mean = np.mean(jax.lax.map(lambda key: decode(encode(x, form, key)), keys), axis=0)
     smallest = np.abs(x).max(-1, keepdims=True) * (form.smallest_normal / form.largest)
     is_large = np.abs(x) > smallest
     # a step of at most 2^-fraction_bits of the number; 5 deviations of 500 draws
@@ -424,7 +420,7 @@ def mean_of_constants(form, rate, key, elements=256, steps=400):
     goal = jnp.asarray(np.concatenate([np.ones_like(goal), goal], axis=-1))
 
     def step(stored, count):
-        x = decode(*stored, form) * np.float32(rate) + goal * np.float32(1 - rate)
+        x = decode(stored) * np.float32(rate) + goal * np.float32(1 - rate)
         x = x.at[:, 0].set(1.0)
         return encode(x, form, None if key is None else jax.random.fold_in(key, count)), x
 

@@ -190,7 +190,7 @@ def test_a_fresh_process_goes_on_bit_for_bit_in_every_storage_mode(halfway, rest
         assert state.inner.mini_step == 1
         assert state.skipped == 1
     adam = halfway[saving.EIGHT_BITS][1].inner.inner_opt_state.inner_state[0]
-    assert (adam.mu["a"].dtype, adam.nu["a"].dtype) == (jnp.int8, jnp.uint8)
+    assert (adam.mu["a"].qvalue.dtype, adam.nu["a"].qvalue.dtype) == (jnp.int8, jnp.uint8)
     assert (restored / f"{kind}.txt").read_text() == saving.describe(halfway)
     expected = bits(saving.run(halfway, saving.SAVED, saving.STEPS))
     got = np.load(restored / f"{kind}.npz")

@@ -1,6 +1,8 @@
 """`mixed_precision` through optax's own contract: order, types, skipped steps, refusals."""
 
 import gc
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 from flax.training.train_state import TrainState
 from jax import lax, monitoring
 
+import policy
 from policy import (
     DynamicLossScale,
     MixedPrecision,
@@ -397,3 +400,25 @@ def test_a_gpu_steps_in_the_layout_of_half_params_whatever_that_of_gradients(pla
     traced = jax.jit(step).trace(params, tx.init(params), params)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert text.count("@LayoutConstraint") == (is_laid_out and jax.__version_info__ >= (0, 12))
+
+
+def test_a_step_is_traced_in_few_frames():
+    """Names and texts of leaves are made for errors alone, and state is checked by its types."""
+    tx, gradients = mixed_precision(optax.adamw(1e-3), "mixed_bfloat16"), GRADIENTS
+    state, entered = tx.init(WIDE), []
+    folder = f"{Path(policy.__file__).parent}/"
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            entered.append(frame.f_code.co_qualname)
+
+    def step(gradients: Any, state: Any, params: Any) -> Any:
+        sys.setprofile(profile)
+        try:
+            return tx.update(gradients, state, params)
+        finally:
+            sys.setprofile(None)
+
+    jax.eval_shape(step, gradients, state, WIDE)
+    assert len(entered) <= 150
+    assert not {"path_name", "leaf_names", "dtype_and_shape"} & set(entered)
