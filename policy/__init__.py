@@ -33,7 +33,6 @@ from policy.grads.loss_scale import ScaledGradients
 from policy.grads.value_and_grad import grad, value_and_grad
 from policy.core.dtypes import ScaledMatmul, cast_to_full, cast_to_half, half_dtype
 from policy.eight_bits.caches import quantize_cache
-from policy.eight_bits.quantisation import ScaledCodes
 from policy.optim.master_weights import master_params
 from policy.optim.state import MixedPrecisionState, loss_scale_of
 from policy.optim.wrapper import MixedPrecision, apply_gradients, mixed_precision
@@ -69,7 +68,6 @@ __all__ = [
     "PolicyRules",
     "QuantizedArray",
     "RunLog",
-    "ScaledCodes",
     "ScaledGradients",
     "ScaledMatmul",
     "Snapshot",

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.core.dtypes import INT8
-from policy.eight_bits import quantisation
-from policy.eight_bits.quantisation import ScaledCodes
+from policy.core.quantization import Quantized
+from policy.eight_bits import quantization
 
 
-def quantise(
+def quantize(
     x: jax.Array, axes: Sequence[int], dtype: np.dtype, scaling: Literal["row", "tensor"] = "row"
-) -> ScaledCodes:
-    """Acts as `policy.eight_bits.quantisation.quantise` where every scale is 1."""
+) -> Quantized:
+    """Acts as `policy.eight_bits.quantization.quantize` where every scale is 1."""
     shared = tuple(range(x.ndim)) if scaling == "tensor" else tuple(axes)
     wide = x.astype(jnp.float32)
     if dtype == INT8:
@@ -27,7 +27,7 @@ def quantise(
         limit = float(jnp.finfo(dtype).max)
         codes = jnp.clip(wide, -limit, limit)
     shape = [1 if axis in shared else size for axis, size in enumerate(x.shape)]
-    return ScaledCodes(codes.astype(dtype), jnp.ones(shape, jnp.float32))
+    return Quantized(codes.astype(dtype), jnp.ones(shape, jnp.float32))
 
 
 @contextlib.contextmanager
@@ -37,9 +37,9 @@ def without_scales() -> Iterator[None]:
     All else of their programs is the same. What was traced before the block keeps its scales, so
     that functions under `jax.jit` should be new ones.
     """
-    scaled = quantisation.quantise
-    quantisation.quantise = quantise
+    scaled = quantization.quantize
+    quantization.quantize = quantize
     try:
         yield
     finally:
-        quantisation.quantise = scaled
+        quantization.quantize = scaled

@@ -21,8 +21,8 @@ from mpmodules.calls.boundary import Crossing
 from mpmodules.functions import attention
 from mpmodules.functions.fused_attention import fused_kernel
 from policy.core.arrays import cast_array
+from policy.core.quantization import Quantized
 from policy.core.scope import current_policy, current_scope, enter
-from policy.eight_bits.quantisation import ScaledCodes
 from policy.programs import marks
 
 Array = jax.Array
@@ -71,16 +71,16 @@ def layer_in_own_code(function: F) -> F:
 
 
 def codes_and_scales(
-    query: Array, key: Array | ScaledCodes, value: Array | ScaledCodes | None = None
+    query: Array, key: Array | Quantized, value: Array | Quantized | None = None
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Returns keys and values that may be in 8 bits as arrays, codes in the dtype of the queries,
     and the scales among the options of an `AttentionCall`.
     """
     arrays, scales = [], {}
     for name, x in (("key_scale", key), ("value_scale", value)):
-        if isinstance(x, ScaledCodes):
+        if isinstance(x, Quantized):
             scales[name] = x.scale
-        arrays.append(x.codes.astype(query.dtype) if isinstance(x, ScaledCodes) else x)
+        arrays.append(x.qvalue.astype(query.dtype) if isinstance(x, Quantized) else x)
     return *arrays, scales
 
 

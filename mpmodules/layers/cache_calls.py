@@ -19,11 +19,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.core.policy import Policy
+from policy.core.quantization import Quantized
 from policy.eight_bits.caches import quantize_cache
-from policy.eight_bits.quantisation import ScaledCodes
 
 Array = jax.Array
-Held = Array | ScaledCodes
+Held = Array | Quantized
 
 _KEY, _VALUE, _INDEX = "cached_key", "cached_value", "cache_index"
 _SCALE = "_scale"
@@ -105,7 +105,7 @@ def decoding(
       attention_fn: the layer's, which computes the attention.
       variables: of the cache.
       dtype: of the cache.
-      takes_codes: whether `attention_fn` takes `ScaledCodes` keys and values; else it gets
+      takes_codes: whether `attention_fn` takes `Quantized` keys and values; else it gets
         widened ones.
     """
 
@@ -125,7 +125,7 @@ def decoding(
             kwargs["mask"] = flax_nn.combine_masks(kwargs["mask"], written, dtype=jnp.bool_)
         if "is_causal" in kwargs:  # the mask has it: the query is the last position written
             kwargs["is_causal"] = False
-        if not (takes_codes and isinstance(held[0], ScaledCodes)):
+        if not (takes_codes and isinstance(held[0], Quantized)):
             held = [_widened(x, query.dtype) for x in held]
         return attention_fn(query, *held, *args, **kwargs)
 
@@ -142,7 +142,7 @@ def _put(variables: Variables, name: str, x: Array, index: Array, dtype: np.dtyp
             f"{x.shape}."
         )
     if dtype.itemsize == 1:
-        held = ScaledCodes(held, variables.read(name + _SCALE))
+        held = Quantized(held, variables.read(name + _SCALE))
 
     def put(held: Array, new: Array) -> Array:  # float32 may stand for half precision
         return lax.dynamic_update_slice_in_dim(held, new.astype(held.dtype), index, axis=-3)
@@ -153,12 +153,12 @@ def _put(variables: Variables, name: str, x: Array, index: Array, dtype: np.dtyp
 
 
 def _write(variables: Variables, name: str, held: Held) -> None:
-    variables.write(name, held.codes if isinstance(held, ScaledCodes) else held)
-    if isinstance(held, ScaledCodes):
+    variables.write(name, held.qvalue if isinstance(held, Quantized) else held)
+    if isinstance(held, Quantized):
         variables.write(name + _SCALE, held.scale)
 
 
 def _widened(held: Held, dtype: DTypeLike) -> Array:
-    if not isinstance(held, ScaledCodes):
+    if not isinstance(held, Quantized):
         return held.astype(dtype)
-    return (held.codes.astype(jnp.float32) * held.scale.astype(jnp.float32)).astype(dtype)
+    return (held.qvalue.astype(jnp.float32) * held.scale.astype(jnp.float32)).astype(dtype)

@@ -11,7 +11,7 @@ from flax import nnx as flax_nnx
 from policy.core.arrays import is_quantized
 from policy.core.policy import Policy
 from policy.quantized.array import QuantizedArray
-from policy.quantized.params import axis_of, quantised_param
+from policy.quantized.params import axis_of, quantized_param
 
 _ARRAYS = (jax.Array, np.ndarray)  # while a model is printed, or abstract, it holds others
 
@@ -20,7 +20,7 @@ class QuantizedParam(flax_nnx.Variable[Any]):
     """A frozen parameter, stored as a `policy.QuantizedArray`.
 
     It is no `nnx.Param`: gradients, optimizers and filters of `nnx.Param` leave it alone. Read as a
-    variable, it is the array that it was quantised from, widened.
+    variable, it is the array that it was quantized from, widened.
 
     Example:
       >>> layer = flax.nnx.Linear(64, 8, rngs=flax.nnx.Rngs(0))
@@ -70,7 +70,7 @@ def quantized_like(module: Any, param: Any, policy: Policy, names: tuple[str, ..
             f"effect beside {held.name} codes: qwix takes an nnx.Param as its base. "
             "Give it a rule with params=bfloat16, or put an nnx.LoRA around the layer instead."
         )
-    made = quantised_param(array, held, axis, "/".join(names))
+    made = quantized_param(array, held, axis, "/".join(names))
     metadata = param.get_metadata()
     metadata.pop(
         "out_sharding", None

@@ -1,1 +1,1 @@
-"""Matmuls and convolutions whose operands are quantised to 8 bits."""
+"""Matmuls and convolutions whose operands are quantized to 8 bits."""

@@ -18,9 +18,9 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from policy.core.arrays import alike_varying
-from policy.core.codes import largest_magnitude
 from policy.core.dtypes import BlockFormat, backend
-from policy.eight_bits.quantisation import ScaledCodes, rescaled, rounded_up
+from policy.core.quantization import Quantized, largest_magnitude
+from policy.eight_bits.quantization import rescaled, rounded_up
 
 BlockAxes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Axes of an array: of the batch, of rows, and contracted ones. Each axis is in one of them."""
@@ -30,9 +30,9 @@ _E8M0 = "float8_e8m0fnu"
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def quantise_in_blocks(
+def quantize_in_blocks(
     x: Array, layout: BlockAxes, dtype: np.dtype, blocks: BlockFormat
-) -> ScaledCodes:
+) -> Quantized:
     """Returns an array as codes (batch, rows, contracted), and scales (batch, rows, blocks).
 
     Contracted axes are one, in their order, with zeros at its end to a whole number of blocks.
@@ -50,7 +50,7 @@ def quantise_in_blocks(
     x = jnp.reshape(jnp.transpose(x, sum(layout, ())), shape).astype(jnp.float32)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, -shape[2] % blocks.size)))
     x = jnp.reshape(x, (*shape[:2], -1, blocks.size))
-    limit, of_array = float(jnp.finfo(dtype).max), None
+    limit, outer = float(jnp.finfo(dtype).max), None
     largest = largest_magnitude(x, functools.partial(jnp.max, axis=3, keepdims=True, initial=0))
     if blocks.scale == _E8M0:
         scale, inverse = _powers_of_two(largest, dtype, blocks.rounds_up)
@@ -58,26 +58,26 @@ def quantise_in_blocks(
         most = float(jnp.finfo(blocks.scale).max)
         whole = jnp.max(largest, initial=0)
         encode = jnp.minimum(most * limit / whole, _LARGEST)
-        of_array = jnp.where(jnp.isfinite(whole), 1 / encode, jnp.nan)
+        outer = jnp.where(jnp.isfinite(whole), 1 / encode, jnp.nan)
         scale = jnp.minimum(largest / limit * encode, most).astype(blocks.scale)
-        inverse = jnp.minimum(1 / (scale.astype(jnp.float32) * of_array), _LARGEST)
+        inverse = jnp.minimum(1 / (scale.astype(jnp.float32) * outer), _LARGEST)
     limited = jnp.minimum(jnp.maximum(x * inverse, -limit), limit)
     codes = _rounded(limited, dtype).astype(dtype)
     codes = jnp.reshape(codes, (*shape[:2], -1))
     # Without it XLA takes the casts out where it widens the codes again.
     codes, scale = map(lax.optimization_barrier, (codes, lax.squeeze(scale, (3,))))
-    return ScaledCodes(codes, scale, of_array)
+    return Quantized(codes, scale, outer)
 
 
 def rounded_in_blocks(x: Array, layout: BlockAxes, dtype: np.dtype, blocks: BlockFormat) -> Array:
-    """Returns the float32 numbers of `quantise_in_blocks`, in the shape of `x`."""
-    found, order = quantise_in_blocks(x, layout, dtype, blocks), sum(layout, ())
-    codes = jnp.reshape(found.codes.astype(jnp.float32), (*found.scale.shape, -1))
+    """Returns the float32 numbers of `quantize_in_blocks`, in the shape of `x`."""
+    found, order = quantize_in_blocks(x, layout, dtype, blocks), sum(layout, ())
+    codes = jnp.reshape(found.qvalue.astype(jnp.float32), (*found.scale.shape, -1))
     wide = codes * found.scale.astype(jnp.float32)[..., None]
-    wide = wide if found.of_array is None else wide * found.of_array
+    wide = wide if found.outer is None else wide * found.outer
     shape = [x.shape[axis] for axis in order]
     contracted = math.prod(x.shape[axis] for axis in layout[2])
-    wide = jnp.reshape(wide, (*found.codes.shape[:2], -1))[..., :contracted]
+    wide = jnp.reshape(wide, (*found.qvalue.shape[:2], -1))[..., :contracted]
     return jnp.transpose(jnp.reshape(wide, shape), np.argsort(order).tolist())
 
 
@@ -111,7 +111,7 @@ def _rounded(x: Array, dtype: np.dtype) -> Array:
     return jnp.round(x / step) * step
 
 
-def multiply_blocks(lhs: ScaledCodes, rhs: ScaledCodes, dtype: DTypeLike) -> Array:
+def multiply_blocks(lhs: Quantized, rhs: Quantized, dtype: DTypeLike) -> Array:
     """Returns the float32 product (batch, rows of the left, rows of the right) of two operands.
 
     On GPUs it is cuDNN's where that has it: XLA of jax 0.10.2 compiles `lax.scaled_dot` for several
@@ -121,22 +121,22 @@ def multiply_blocks(lhs: ScaledCodes, rhs: ScaledCodes, dtype: DTypeLike) -> Arr
     Args:
       dtype: that the product is rounded to next.
     """
-    is_whole = lhs.of_array is None and jnp.dtype(dtype) == jnp.bfloat16
+    is_whole = lhs.outer is None and jnp.dtype(dtype) == jnp.bfloat16
     accumulator = jnp.bfloat16 if is_whole else jnp.float32
     if backend()[0] in ("gpu", "cuda"):
         product = jax.nn.scaled_matmul(
-            lhs.codes, rhs.codes, lhs.scale, rhs.scale, preferred_element_type=accumulator
+            lhs.qvalue, rhs.qvalue, lhs.scale, rhs.scale, preferred_element_type=accumulator
         )
     else:
         product = lax.scaled_dot(
-            lhs.codes,
-            rhs.codes,
+            lhs.qvalue,
+            rhs.qvalue,
             lhs_scale=lhs.scale,
             rhs_scale=rhs.scale,
             dimension_numbers=_MATMUL,
             preferred_element_type=accumulator,
         )
-    product, *_ = alike_varying(product.astype(jnp.float32), lhs.codes, rhs.codes)
-    if lhs.of_array is None or rhs.of_array is None:
+    product, *_ = alike_varying(product.astype(jnp.float32), lhs.qvalue, rhs.qvalue)
+    if lhs.outer is None or rhs.outer is None:
         return product
-    return rescaled(product, lhs.of_array, rhs.of_array)
+    return rescaled(product, lhs.outer, rhs.outer)

@@ -8,12 +8,13 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from policy.core.dtypes import cache_dtype_of
+from policy.core.quantization import Quantized
 from policy.core.scope import current_policy
-from policy.eight_bits.quantisation import ScaledCodes, quantise
+from policy.eight_bits.quantization import quantize
 from policy.programs import marks
 
 
-def quantize_cache(x: Array, dtype: DTypeLike | None = None) -> Array | ScaledCodes:
+def quantize_cache(x: Array, dtype: DTypeLike | None = None) -> Array | Quantized:
     """Returns keys or values as a cache stores them.
 
     The scale of an 8-bit cache is the largest magnitude of a head at a position divided by 127, and
@@ -25,7 +26,7 @@ def quantize_cache(x: Array, dtype: DTypeLike | None = None) -> Array | ScaledCo
     >>> import jax.numpy as jnp
     >>> import policy
     >>> new = policy.quantize_cache(jnp.array([[2.54, -1.0]]), "int8")
-    >>> new.codes, new.scale.dtype
+    >>> new.qvalue, new.scale.dtype
     (Array([[127, -50]], dtype=int8), dtype(bfloat16))
     >>> cache = policy.quantize_cache(jnp.zeros((4, 2)), "int8")
     >>> cache = jax.tree.map(lambda held, x: held.at[1:2].set(x), cache, new)
@@ -36,7 +37,7 @@ def quantize_cache(x: Array, dtype: DTypeLike | None = None) -> Array | ScaledCo
         force, else its compute_dtype, and without a policy the dtype of `x`.
 
     Returns:
-      A `ScaledCodes` with codes of the shape of `x` and bfloat16 scales (..., 1) in 8 bits, else an
+      In 8 bits a pytree with `qvalue`, of the shape of `x`, and bfloat16 `scale`, (..., 1); else an
       array. The attention functions of `mpmodules` take both as keys and values. In 8 bits there is
       no derivative: taking one raises a NotImplementedError.
 
@@ -50,7 +51,7 @@ def quantize_cache(x: Array, dtype: DTypeLike | None = None) -> Array | ScaledCo
     if dtype.itemsize > 1:
         return x.astype(dtype)
     with marks.layer():  # autocast leaves it as it is
-        return quantise(_constant(x), (x.ndim - 1,), dtype, scale_dtype=jnp.bfloat16)
+        return quantize(_constant(x), (x.ndim - 1,), dtype, scale_dtype=jnp.bfloat16)
 
 
 @jax.custom_jvp

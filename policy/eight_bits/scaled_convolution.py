@@ -3,7 +3,7 @@
 As `policy.eight_bits.scaled_matmul`, by other rows: an input has a scale for each example, a kernel
 one for each output feature, and a cotangent one for each example where the input's gradient is
 computed, and for each output feature where the kernel's is. XLA convolves no two dtypes of float8:
-cotangents are quantised to the operands' dtype.
+cotangents are quantized to the operands' dtype.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from jax.typing import DTypeLike
 
 from policy.core.arrays import alike_varying
 from policy.core.dtypes import INT8, ScaledMatmul, backend
-from policy.eight_bits.quantisation import (
+from policy.eight_bits.quantization import (
     ScaledOperation,
     in_8_bits,
-    quantise_for,
+    quantize_for,
     warn_if_emulated,
 )
 from policy.programs.dtypes import explicit_sharding
@@ -114,8 +114,8 @@ def scaled_conv(
     lhs, rhs = alike_varying(lhs, rhs)
     convolution = _Convolution(by, 1, by.operands, tuple(fixed.items()), (lhs.shape, rhs.shape))
     of_input, of_kernel = convolution.axes[0]
-    x = quantise_for(lhs, _all_but(of_input, lhs.ndim), by)
-    kernel = quantise_for(rhs, _all_but(of_kernel, rhs.ndim), by)
+    x = quantize_for(lhs, _all_but(of_input, lhs.ndim), by)
+    kernel = quantize_for(rhs, _all_but(of_kernel, rhs.ndim), by)
     return in_8_bits(convolution, lhs, rhs, (x, kernel))
 
 

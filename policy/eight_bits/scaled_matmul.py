@@ -17,12 +17,12 @@ from jax.typing import DTypeLike
 from policy.core.arrays import alike_varying
 from policy.core.dtypes import ScaledMatmul
 from policy.core.einsums import DimensionNumbers, dot_of_einsum
-from policy.eight_bits.blocks import BlockAxes, multiply_blocks, quantise_in_blocks
-from policy.eight_bits.quantisation import (
-    ScaledCodes,
+from policy.core.quantization import Quantized
+from policy.eight_bits.blocks import BlockAxes, multiply_blocks, quantize_in_blocks
+from policy.eight_bits.quantization import (
     ScaledOperation,
     in_8_bits,
-    quantise_for,
+    quantize_for,
     shared,
     warn_if_emulated,
 )
@@ -118,8 +118,8 @@ class _Matmul(ScaledOperation):
 class _BlockMatmul(_Matmul):
     """A matmul of operands with a scale for each block.
 
-    Both matmuls of backward contract other axes than forward: their operands are quantised along
-    these, from the numbers that forward quantised.
+    Both matmuls of backward contract other axes than forward: their operands are quantized along
+    these, from the numbers that forward quantized.
 
     Attributes:
       shapes: of both operands.
@@ -135,22 +135,22 @@ class _BlockMatmul(_Matmul):
         """Returns the axes of an operand in the other one's gradient."""
         return self.batch[side], tuple(sorted(self.contracted[side])), self.free[side]
 
-    def coded(self, x: Array, layout: BlockAxes) -> ScaledCodes:
-        return shared(quantise_in_blocks, x, layout, self.by.operands, self.by.blocks)
+    def coded(self, x: Array, layout: BlockAxes) -> Quantized:
+        return shared(quantize_in_blocks, x, layout, self.by.operands, self.by.blocks)
 
-    def of_codes(self, lhs: ScaledCodes, rhs: ScaledCodes) -> Array:
+    def of_codes(self, lhs: Quantized, rhs: Quantized) -> Array:
         left, right = self.shapes
         kept = [left[axis] for axis in (*self.batch[0], *self.free[0])]
         product = multiply_blocks(lhs, rhs, self.dtype)
         return jnp.reshape(product, (*kept, *(right[axis] for axis in self.free[1])))
 
     def gradient_of_codes(
-        self, side: int, cotangent: Array, other: ScaledCodes, dtype: DTypeLike
+        self, side: int, cotangent: Array, other: Quantized, dtype: DTypeLike
     ) -> Array:
         batch, other_side = tuple(range(len(self.batch[0]))), 1 - side
         layout = batch, self._of_result(side), self._of_result(other_side)
         blocks: Any = self.by.blocks
-        given = quantise_in_blocks(cotangent, layout, self.gradients, blocks)
+        given = quantize_in_blocks(cotangent, layout, self.gradients, blocks)
         _, axes = self._transposed(side)
         product = multiply_blocks(given, other, dtype)
         product = jnp.reshape(product, [self.shapes[side][axis] for axis in axes])
@@ -208,7 +208,7 @@ def scaled_dot_general(
     }
     left, right = alike_varying(lhs, rhs)
     if by.blocks is None:
-        codes = quantise_for(lhs, contracted[0], by), quantise_for(rhs, contracted[1], by)
+        codes = quantize_for(lhs, contracted[0], by), quantize_for(rhs, contracted[1], by)
         return in_8_bits(_Matmul(**fields), left, right, codes).astype(dtype)
     matmul = _BlockMatmul(**fields, shapes=(lhs.shape, rhs.shape))
     codes, saved = (

@@ -21,15 +21,14 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from policy.core.arrays import alike_varying
-from policy.core.codes import largest_magnitude
 from policy.core.dtypes import INT8, ScaledMatmul
-from policy.eight_bits.quantisation import (
-    ScaledCodes,
+from policy.core.quantization import Quantized, largest_magnitude
+from policy.eight_bits.quantization import (
     ScaledOperation,
     in_8_bits,
-    quantise,
-    quantise_by,
-    quantise_for,
+    quantize,
+    quantize_by,
+    quantize_for,
     warn_if_emulated,
 )
 from policy.programs.dtypes import explicit_sharding
@@ -73,16 +72,16 @@ class _Ragged(ScaledOperation):
     def summed_for(self, side: int) -> tuple[int, ...]:
         return (1 - side,)
 
-    def quantised(self, side: int, cotangent: Array) -> ScaledCodes:
+    def quantized(self, side: int, cotangent: Array) -> Quantized:
         cotangent = self._masked(cotangent)
         if side == 0:
-            return super().quantised(side, cotangent)
+            return super().quantized(side, cotangent)
         if self.by.scaling == "tensor":
-            coded = super().quantised(side, cotangent)
+            coded = super().quantized(side, cotangent)
         else:
             largest = largest_magnitude(cotangent, self._largest_of_experts)
-            coded = quantise_by(cotangent, largest, self.gradients, self._of_rows)
-        return ScaledCodes(coded.codes, lax.expand_dims(coded.scale, (1,)))
+            coded = quantize_by(cotangent, largest, self.gradients, self._of_rows)
+        return Quantized(coded.qvalue, lax.expand_dims(coded.scale, (1,)))
 
     def gradient(
         self, side: int, cotangent: Array, other: Array, scale: Array | None, dtype: DTypeLike
@@ -161,11 +160,11 @@ def scaled_ragged_dot_general(
     tokens, experts = lhs.shape[numbers.lhs_ragged_dimensions[0]], rhs.shape[group]
     lhs = jnp.transpose(lhs, (*numbers.lhs_ragged_dimensions, *left)).reshape(tokens, -1)
     rhs = jnp.transpose(rhs, (group, *right, *free)).reshape(experts, lhs.shape[1], -1)
-    # The barrier keeps the codes: XLA for TPUs would quantise the kernels in backward once more, in
+    # The barrier keeps the codes: XLA for TPUs would quantize the kernels in backward once more, in
     # its own order of axes.
     codes = (
-        quantise(_masked(lax.stop_gradient(lhs), group_sizes), (1,), by.operands, by.scaling),
-        lax.optimization_barrier(quantise_for(rhs, (1,), by)),
+        quantize(_masked(lax.stop_gradient(lhs), group_sizes), (1,), by.operands, by.scaling),
+        lax.optimization_barrier(quantize_for(rhs, (1,), by)),
     )
     ragged = _Ragged(by, 1, by.gradients, jnp.dtype(dtype), tokens)
     lhs, rhs = alike_varying(lhs, rhs)

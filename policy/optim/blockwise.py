@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from policy.core.codes import Quantized, largest_magnitude
+from policy.core.quantization import Quantized, largest_magnitude
 from policy.optim.storage_modes import random_bits
 
 BLOCK = 128

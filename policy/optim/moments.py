@@ -15,9 +15,9 @@ import optax
 from jax.typing import DTypeLike
 
 from policy.core.arrays import boxed_parts, varying_axes, working_dtype
-from policy.core.codes import Quantized
 from policy.core.dtypes import dtype_names, parse_dtype
 from policy.core.messages import shortened
+from policy.core.quantization import Quantized
 from policy.optim.blockwise import LARGEST_RETENTION as LARGEST_OF_CODES
 from policy.optim.blockwise import POSITIVE, SIGNED, Format, decode, encode
 from policy.optim.storage_modes import round_stochastically, round_to, rounding_keys

@@ -22,7 +22,7 @@ from policy.core.dtypes import dtype_or_none
 from policy.core.param_formats import CODES, ParamFormat, format_of
 from policy.programs.jaxprs import Equation
 from policy.programs.marks import REGION
-from policy.quantized.codes import in_memory, numbers, quantised, scaled
+from policy.quantized.codes import in_memory, numbers, quantized, scaled
 
 _WIDENED = f"{REGION}widened_"
 _NO_VALUES = jnp.bool_, jax.dtypes.float0  # of a mask, of a tree of tangents
@@ -42,7 +42,7 @@ class CodeLayout:
       name: that of the codes.
       is_blocked: whether the axis is divided into blocks.
       divided: the number of blocks and the size of each, or else the size of the axis.
-      trailing: the sizes of the axes after the quantised one.
+      trailing: the sizes of the axes after the quantized one.
       dtype: the floating dtype that the array is read in.
     """
 
@@ -64,7 +64,7 @@ class CodeLayout:
 
     @property
     def axis(self) -> int:
-        """The quantised axis of the array, counted from its end."""
+        """The quantized axis of the array, counted from its end."""
         return -len(self.trailing) - 1
 
     @property
@@ -169,7 +169,7 @@ class QuantizedArray:
         axis: int = -2,
         scale_dtype: DTypeLike = jnp.bfloat16,
     ) -> QuantizedArray:
-        """Quantises an array.
+        """Quantizes an array.
 
         Args:
           array: floating.
@@ -187,7 +187,7 @@ class QuantizedArray:
         array = jnp.asarray(array)
         layout = _layout(array.shape, held, axis, array.dtype)
         array = _in_blocks(array, layout, held.block)
-        codes, scales = _quantised(array, held.name, layout.shared, jnp.dtype(scale_dtype))
+        codes, scales = _quantized(array, held.name, layout.shared, jnp.dtype(scale_dtype))
         return cls(codes, layout.with_one(scales), layout)
 
     @classmethod
@@ -490,7 +490,7 @@ def _layout(shape: Sequence[int], format: ParamFormat, axis: int, dtype: DTypeLi
 
 
 def _in_blocks(array: Any, layout: CodeLayout, block: int | None) -> Any:
-    """Divides the quantised axis into blocks, and puts all trailing axes in one."""
+    """Divides the quantized axis into blocks, and puts all trailing axes in one."""
     if block is None:
         return array
     axis = array.ndim + layout.axis
@@ -499,7 +499,7 @@ def _in_blocks(array: Any, layout: CodeLayout, block: int | None) -> Any:
     return jnp.reshape(array, shape)
 
 
-_quantised = jax.jit(quantised, static_argnums=(1, 2, 3))
+_quantized = jax.jit(quantized, static_argnums=(1, 2, 3))
 
 
 @functools.cache

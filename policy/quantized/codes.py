@@ -10,11 +10,11 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.core.codes import largest_magnitude, nearest_codes
 from policy.core.param_formats import CODES, NF4
+from policy.core.quantization import largest_magnitude, nearest_values
 
 
-def quantised(
+def quantized(
     x: jax.Array, name: str, axis: int, scale_dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the codes of numbers, and their scales: without `axis`, or for codes from a minimum,
@@ -54,9 +54,9 @@ def quantised(
         between = (table[1:] + table[:-1]) / 2
         codes = jnp.asarray(sum((unit > float(each)).astype(jnp.int32) for each in between))
     elif kind.largest < 0:
-        codes = nearest_codes(unit, kind.dtype, -kind.largest - 1, kind.largest)
+        codes = nearest_values(unit, kind.dtype, -kind.largest - 1, kind.largest)
     else:
-        codes = nearest_codes(unit, kind.dtype, kind.largest, smallest)
+        codes = nearest_values(unit, kind.dtype, kind.largest, smallest)
     codes = in_memory(codes.astype(kind.dtype), name)
     if minimum is None:
         return codes, jnp.squeeze(scale, axis)
@@ -75,7 +75,7 @@ def scaled(x: jax.Array, name: str, scales: jax.Array, axis: int) -> jax.Array:
     Args:
       x: float32.
       name: one of `CODES`.
-      scales: as `quantised` returns them.
+      scales: as `quantized` returns them.
       axis: the numbers along it share a scale, counted from the end.
     """
     scales = scales.astype(jnp.float32)

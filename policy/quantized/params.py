@@ -18,7 +18,7 @@ from policy.core.rules import PolicyRules, RulesLike, as_rules
 from policy.programs.paths import joined
 from policy.quantized.array import QuantizedArray
 
-NOT_QUANTISED = ("bias", "scale", "mean", "var", "alpha")
+NOT_QUANTIZED = ("bias", "scale", "mean", "var", "alpha")
 """Names of parameters that stay as they are: no matmul contracts them."""
 
 ADAPTERS = ("lora_a", "lora_b")
@@ -46,7 +46,7 @@ def axis_of(
       format: that it is to have.
       last: the last axis that its matmul contracts.
     """
-    if len(shape) < 2 or names[-1] in NOT_QUANTISED or set(ADAPTERS) & {*names[-2:]}:
+    if len(shape) < 2 or names[-1] in NOT_QUANTIZED or set(ADAPTERS) & {*names[-2:]}:
         return None
     of_attention = len(shape) > 2 and bool(_OF_ATTENTION & {*names[-3:-1]})  # query/base_module
     axes: tuple[int, ...] = (-3,) if of_attention else tuple(range(last, -len(shape) - 1, -1))
@@ -65,8 +65,8 @@ def quantize_params(
 ) -> Any:
     """Stores parameters in the 8 or 4 bits of a policy, such as ``params=int4:32``.
 
-    Floating parameters of at least two axes are quantised, but for biases, scales of
-    normalisations, adapters (`lora_a`, `lora_b`) and parameters shorter than a block. Blocks lie
+    Floating parameters of at least two axes are quantized, but for biases, scales of
+    normalizations, adapters (`lora_a`, `lora_b`) and parameters shorter than a block. Blocks lie
     along the axis that a matmul contracts: see `policy.quantized.params.axis_of`. Boxes that name
     axes, as of `flax.linen.Partitioned`, hold the codes and the scales afterwards.
 
@@ -89,7 +89,7 @@ def quantize_params(
         stays as it is, given its path and its shape.
 
     Returns:
-      The tree with a `QuantizedArray` for each parameter that is quantised. Quantised ones stay as
+      The tree with a `QuantizedArray` for each parameter that is quantized. Quantized ones stay as
       they are.
 
     Raises:
@@ -149,7 +149,7 @@ def stored_by_policy(leaf: Any, names: tuple[str, ...], policy: Policy, axis: An
         along = axis(joined(names), tuple(array.shape))
     if along is None:
         return leaf
-    made = quantised_param(array, policy.param_format, along, joined(names))
+    made = quantized_param(array, policy.param_format, along, joined(names))
     return _in_boxes(leaf, made, array.ndim) if boxed else made
 
 
@@ -166,14 +166,14 @@ def require_trainable(policy: Policy | None, names: tuple[str, ...], made: Any) 
         return
     raise ValueError(
         f"Parameter '{joined(names)}' would be created in {held.text}, where an update that is "
-        "smaller than a step of its codes is lost: such parameters are frozen. Initialise under "
+        "smaller than a step of its codes is lost: such parameters are frozen. Initialize under "
         "params=float32 or bfloat16, then call policy.quantize_params(variables, policy) or "
         "nnx.apply_policy(model, policy), and train adapters such as nnx.LoRA beside it; or "
         "multiply trainable parameters in 8 bits with mixed_int8."
     )
 
 
-def quantised_param(array: Any, format: ParamFormat, axis: int, path: str) -> QuantizedArray:
+def quantized_param(array: Any, format: ParamFormat, axis: int, path: str) -> QuantizedArray:
     """Returns a parameter as codes, or raises ValueError with its path."""
 
     def of(array: Any) -> QuantizedArray:
@@ -218,7 +218,7 @@ def _is_whole(node: Any) -> bool:
 
 
 def dequantize_params(tree: Any) -> Any:
-    """Returns a tree with an array, in the dtype that it was quantised from, for each
+    """Returns a tree with an array, in the dtype that it was quantized from, for each
     `QuantizedArray`.
 
     >>> import jax.numpy as jnp
@@ -234,7 +234,7 @@ def dequantize_params(tree: Any) -> Any:
 
 
 def split_frozen(params: Any, trains: Callable[[str], bool] | None = None) -> tuple[Any, Any]:
-    """Divides parameters into trainable and frozen ones: the quantised, and those that `trains`
+    """Divides parameters into trainable and frozen ones: the quantized, and those that `trains`
     leaves out.
 
     Both trees have None in place of what the other has, so that `jax.grad` and optax take the first
@@ -252,7 +252,7 @@ def split_frozen(params: Any, trains: Callable[[str], bool] | None = None) -> tu
     Args:
       params: a tree of parameters.
       trains: returns whether a parameter is to be trained, given its path, such as
-        ``lambda path: "lora" in path``. None: all but the quantised.
+        ``lambda path: "lora" in path``. None: all but the quantized.
 
     Returns:
       The trainable parameters and the frozen ones; `merge_frozen` puts them together.

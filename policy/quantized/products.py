@@ -143,7 +143,7 @@ def _of_blocks(
     of_weight: tuple[int, ...],
     batch_x: tuple[int, ...],
 ) -> tuple[jax.Array, tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]]:
-    """Divides the axis of `x` that is contracted with the quantised one as that is divided.
+    """Divides the axis of `x` that is contracted with the quantized one as that is divided.
 
     Returns:
       `x`; its contracted axes and its axes of the batch; and the contracted axes of the codes.

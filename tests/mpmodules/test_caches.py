@@ -183,7 +183,7 @@ def test_scales_of_any_size_multiply_values_within_the_range_of_half_precision(c
     value *= np.array([1e-3, 1, 1, 1e4, 1, 1])[:, None, None]
     mask = np.array([True, True, True, False, True, True])  # the largest is left out
     coded: Any = [policy.quantize_cache(jnp.asarray(x, jnp.float32), "int8") for x in (key, value)]
-    held = [np.asarray(x.codes, np.float64) * np.asarray(x.scale, np.float64) for x in coded]
+    held = [np.asarray(x.qvalue, np.float64) * np.asarray(x.scale, np.float64) for x in coded]
     query = np.asarray(jnp.asarray(query, compute), np.float64)
     wide = [np.repeat(x, 2, axis=2)[:, mask] for x in held]
     logits = np.einsum("bqkh,bskh->bkqs", query, wide[0]) / np.sqrt(WIDTH)

@@ -29,7 +29,7 @@ from mpmodules.linen._resolution import (
     where,
 )
 from policy.core.policy import Policy
-from policy.eight_bits.quantisation import shared_operands
+from policy.eight_bits.quantization import shared_operands
 
 
 class Attention(Module):

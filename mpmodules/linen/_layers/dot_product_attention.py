@@ -17,8 +17,8 @@ from jax.typing import DTypeLike
 from mpmodules.functions import attention
 from mpmodules.functions.functional import is_half
 from mpmodules.layers.attention_calls import AttentionCall, codes_and_scales, layer_in_own_code
+from policy.core.quantization import Quantized
 from policy.core.scope import current_policy
-from policy.eight_bits.quantisation import ScaledCodes
 
 
 @layer_in_own_code
@@ -87,8 +87,8 @@ def dot_product_attention_weights(
 @layer_in_own_code
 def dot_product_attention(
     query: jax.Array,
-    key: jax.Array | ScaledCodes,
-    value: jax.Array | ScaledCodes,
+    key: jax.Array | Quantized,
+    value: jax.Array | Quantized,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
     broadcast_dropout: bool = True,

@@ -27,7 +27,7 @@ from mpmodules.layers.cache_calls import (
 from mpmodules.nnx._layer import BuiltWithDtypes
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from mpmodules.nnx._resolution import viewed
-from policy.eight_bits.quantisation import shared_operands
+from policy.eight_bits.quantization import shared_operands
 
 _wraps: Any = functools.wraps  # typed, it would hide that a method is one
 

@@ -22,15 +22,15 @@ from mpmodules.layers.attention_calls import (
     layer_in_own_code,
     reduction_dtype,
 )
+from policy.core.quantization import Quantized
 from policy.core.scope import current_policy
-from policy.eight_bits.quantisation import ScaledCodes
 
 
 @layer_in_own_code
 def dot_product_attention(
     query: jax.Array,
-    key: jax.Array | ScaledCodes,
-    value: jax.Array | ScaledCodes,
+    key: jax.Array | Quantized,
+    value: jax.Array | Quantized,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
     broadcast_dropout: bool = True,

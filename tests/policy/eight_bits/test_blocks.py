@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from policy.core.dtypes import ScaledMatmul, scaled_matmul_of
-from policy.eight_bits.blocks import quantise_in_blocks
+from policy.eight_bits.blocks import quantize_in_blocks
 from policy.eight_bits.scaled_matmul import scaled_dot_general, scaled_einsum
 from tests.policy.errors import relative
 
@@ -66,17 +66,17 @@ def reference(x: np.ndarray, by: ScaledMatmul, dtype: Any) -> tuple[np.ndarray, 
     assert by.blocks is not None
     rows, size = len(x), by.blocks.size
     padded = np.pad(x, ((0, 0), (0, -x.shape[1] % size))).reshape(rows, -1, size)
-    codes, scale, *of_array = (
+    codes, scale, *outer = (
         nvfp4(padded) if size == 16 else microscaled(padded, dtype, by.blocks.rounds_up)
     )
     numbers = codes.astype(np.float64) * scale.astype(np.float64)
-    numbers = numbers * np.float64(of_array[0] if of_array else 1)
+    numbers = numbers * np.float64(outer[0] if outer else 1)
     return codes.reshape(rows, -1), scale[..., 0], numbers.reshape(rows, -1)[:, : x.shape[1]]
 
 
 def blocks_of(x: np.ndarray, by: ScaledMatmul, dtype: Any = None) -> Any:
     assert by.blocks is not None
-    return quantise_in_blocks(
+    return quantize_in_blocks(
         jnp.asarray(x), ((), (0,), (1,)), jnp.dtype(dtype or by.operands), by.blocks
     )
 
@@ -103,9 +103,9 @@ def test_codes_and_scales_are_those_of_the_specification(text, rounded):
     for dtype in {by.operands, by.gradients}:
         codes, scale, _ = reference(x.astype(F32), by, dtype)
         for found in (blocks_of(x, by, dtype), jax.jit(lambda x, d=dtype: blocks_of(x, by, d))(x)):
-            assert found.codes.dtype == dtype and found.scale.dtype.name == scale.dtype.name
+            assert found.qvalue.dtype == dtype and found.scale.dtype.name == scale.dtype.name
             np.testing.assert_array_equal(bits(found.scale[0]), bits(scale))
-            np.testing.assert_array_equal(bits(found.codes[0]), bits(codes))
+            np.testing.assert_array_equal(bits(found.qvalue[0]), bits(codes))
 
 
 def rounded(x: Any, by: ScaledMatmul, dtype: Any = None) -> np.ndarray:

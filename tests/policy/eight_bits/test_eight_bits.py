@@ -13,8 +13,8 @@ from jax import lax
 
 from policy.core.dtypes import ScaledMatmul, scaled_matmul_of
 from policy.core.messages import DtypePolicyWarning
-from policy.eight_bits import quantisation, scaled_convolution
-from policy.eight_bits.quantisation import quantise, quantise_for, shared_operands, warn_if_emulated
+from policy.eight_bits import quantization, scaled_convolution
+from policy.eight_bits.quantization import quantize, quantize_for, shared_operands, warn_if_emulated
 from policy.eight_bits.scaled_convolution import scaled_conv
 from policy.eight_bits.scaled_matmul import scaled_dot_general, scaled_einsum
 from tests.policy.errors import relative
@@ -45,19 +45,19 @@ def results(operation: Any, x: Any, w: Any, ct: Any = None) -> tuple[Any, ...]:
 @kinds
 @pytest.mark.parametrize("size", [0.0, 2.0**-140, 1e-30, 1.0, 3e38])
 def test_any_size_of_number_has_a_finite_scale_and_codes(kind, size):
-    found = quantise(jnp.asarray([[size, -size / 2]], jnp.float32), (1,), scaled(kind).operands)
+    found = quantize(jnp.asarray([[size, -size / 2]], jnp.float32), (1,), scaled(kind).operands)
     assert found.scale.shape == (1, 1) and 2.0**-126 <= float(found.scale[0, 0]) < np.inf
-    assert bool(jnp.all(jnp.isfinite(found.codes.astype(jnp.float32))))
-    back = np.asarray(found.codes, np.float64) * np.asarray(found.scale, np.float64)
+    assert bool(jnp.all(jnp.isfinite(found.qvalue.astype(jnp.float32))))
+    back = np.asarray(found.qvalue, np.float64) * np.asarray(found.scale, np.float64)
     assert np.allclose(back, [[size, -size / 2]], rtol=0.07, atol=2.0**-126)
 
 
 def test_float8_scales_are_powers_of_two_and_int8s_are_exact():
     x = normal(16, 8) * 100
-    powers = np.log2(np.asarray(quantise(x, (1,), scaled("f8").operands).scale))
+    powers = np.log2(np.asarray(quantize(x, (1,), scaled("f8").operands).scale))
     assert np.array_equal(powers, np.round(powers))
-    found = quantise(x, (1,), scaled("i8").operands)
-    assert np.asarray(jnp.max(jnp.abs(found.codes), axis=1)).tolist() == [127] * 16
+    found = quantize(x, (1,), scaled("i8").operands)
+    assert np.asarray(jnp.max(jnp.abs(found.qvalue), axis=1)).tolist() == [127] * 16
 
 
 def test_a_backend_without_8_bit_matmuls_warns_once():
@@ -222,7 +222,7 @@ def test_an_einsum_is_one_matmul_or_left_to_the_caller(subscripts, shapes, is_on
         assert relative(found, truth) < 0.02
 
 
-def test_a_shared_operand_is_quantised_once():
+def test_a_shared_operand_is_quantized_once():
     x, w, by = jnp.ones((2, 3)), jnp.ones((3, 2)), scaled("f8")
 
     def run(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -231,11 +231,11 @@ def test_a_shared_operand_is_quantised_once():
 
     casts = str(jax.make_jaxpr(run)(x, w)).count("new_dtype=float8_e4m3fn")
     assert casts == 3  # x, and two weights
-    first = quantise_for(x, (1,), by)
-    assert quantise_for(x, (1,), by) is not first
+    first = quantize_for(x, (1,), by)
+    assert quantize_for(x, (1,), by) is not first
 
 
-def test_an_operand_that_a_checkpoint_quantised_is_quantised_again_outside_of_it():
+def test_an_operand_that_a_checkpoint_quantized_is_quantized_again_outside_of_it():
     x, w, by = jnp.ones((2, 3)), jnp.ones((3, 2)), scaled("i8")
 
     def run(x: jax.Array) -> jax.Array:
@@ -335,7 +335,7 @@ def test_not_finite_stays_not_finite_in_its_example(kind, bad):
 def test_a_backend_without_such_convolutions_emulates_them_with_a_warning(
     monkeypatch, recwarn, backend, kind, message, of_int32
 ):
-    for module in (quantisation, scaled_convolution):
+    for module in (quantization, scaled_convolution):
         monkeypatch.setattr(module, "backend", lambda: backend)
     run = convolution(scaled(kind))
     text = str(jax.make_jaxpr(run)(*operands(convolution)))

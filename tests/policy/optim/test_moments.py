@@ -13,7 +13,7 @@ import pytest
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
 from policy import apply_gradients
-from policy.core.codes import Quantized
+from policy.core.quantization import Quantized
 from policy.optim import blockwise, convert
 from policy.optim.blockwise import (
     BLOCK,

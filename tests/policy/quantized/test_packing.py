@@ -29,16 +29,16 @@ def is_same(tree, other):
     ("name", "shape"), [("dense", (64, 6)), ("scanned", (2, 64, 6)), ("query", (64, 3, 2))]
 )
 def test_codes_come_back_bit_for_bit(stored, name, shape):
-    def quantised(kernel):
+    def quantized(kernel):
         params = {name: {"kernel": kernel, "bias": kernel[0, 0]}}
         return policy.quantize_params(params, f"params={stored}")
 
-    params = quantised(jax.random.normal(jax.random.key(0), shape))
+    params = quantized(jax.random.normal(jax.random.key(0), shape))
     packed, kernel = policy.pack_params(params), params[name]["kernel"]
     written = packed[name]["kernel"]
     assert {leaf.dtype.name for leaf in written.values()} <= {"uint8", "int8", "bfloat16"}
     assert sum(leaf.nbytes for leaf in written.values()) == kernel.nbytes
-    like = jax.eval_shape(quantised, jax.ShapeDtypeStruct(shape, jnp.float32))
+    like = jax.eval_shape(quantized, jax.ShapeDtypeStruct(shape, jnp.float32))
     written = jax.tree.map(np.asarray, packed)  # as a file's reader returns it
     restored = jax.tree.map(jnp.asarray, policy.unpack_params(written, like))
     assert is_same(restored, params)

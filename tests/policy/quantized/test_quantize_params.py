@@ -1,4 +1,4 @@
-"""Trees of quantised parameters: conversion, casts, gradients, optimizers, own code."""
+"""Trees of quantized parameters: conversion, casts, gradients, optimizers, own code."""
 
 import flax.linen
 import jax
@@ -23,7 +23,7 @@ def tree():
     }
 
 
-def test_what_is_quantised_and_along_which_axis():
+def test_what_is_quantized_and_along_which_axis():
     stored = policy.quantize_params(
         {"params": tree(), "batch_stats": {"mean": jnp.ones(3)}}, "p=i8"
     )
@@ -37,7 +37,7 @@ def test_what_is_quantised_and_along_which_axis():
     blocks = policy.quantize_params(tree(), "params=int4:32")
     assert blocks["embed"]["embedding"].codes.shape == (4, 32, 64)
     assert blocks["attn"]["query"]["kernel"].codes.shape == (2, 32, 64)
-    # quantised again, nothing changes
+    # quantized again, nothing changes
     again = policy.quantize_params(blocks, "params=int8")
     assert again["head"]["kernel"] is blocks["head"]["kernel"]
 

@@ -36,7 +36,7 @@ def normal(*shape, seed=0):
 
 
 def widened_in_numpy(x, text):
-    """Quantises along axis -2, and returns codes in the shape of blocks and the numbers."""
+    """Quantizes along axis -2, and returns codes in the shape of blocks and the numbers."""
     name, _, block = text.partition(":")
     block = int(block or x.shape[-2])
     parts = x.reshape(*x.shape[:-2], -1, block, x.shape[-1])

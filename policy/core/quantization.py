@@ -49,7 +49,7 @@ def largest_magnitude(x: Array, largest: Callable[[Array], Array]) -> Array:
     return lax.bitcast_convert_type(largest(bits), jnp.float32)
 
 
-def nearest_codes(
+def nearest_values(
     x: Array, dtype: DTypeLike, largest: float, smallest: float | None = None
 ) -> Array:
     """Clips float32 numbers to codes, and rounds them to integers; other codes a cast rounds to.

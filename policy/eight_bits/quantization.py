@@ -24,9 +24,9 @@ from jax import Array, lax
 from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
-from policy.core.codes import largest_magnitude, nearest_codes
 from policy.core.dtypes import INT8, ScaledMatmul, Scaling, backend, compute_capability, preferred
 from policy.core.messages import warn_once
+from policy.core.quantization import Quantized, largest_magnitude, nearest_values
 from policy.core.reverse_mode import in_reverse_mode
 from policy.programs.thread import during, thread
 
@@ -64,41 +64,13 @@ def warn_if_emulated(
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ScaledCodes:
-    """An array as codes of 8 or 4 bits times a scale.
-
-    >>> import jax.numpy as jnp
-    >>> import policy
-    >>> policy.ScaledCodes(jnp.array([[127, -50]], jnp.int8), jnp.array([[0.02]])).shape
-    (1, 2)
-
-    Attributes:
-      codes: the array divided by its scale, in float8 or int8; its shape. Of blocks that of
-        `policy.eight_bits.blocks`.
-      scale: float32, or the bfloat16 of a cache, with size 1 along the axes that share a scale. Of
-        blocks in their dtype.
-      of_array: float32 (), another scale of the whole array, or None.
-    """
-
-    codes: Array
-    scale: Array
-    of_array: Array | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        return self.codes.shape
-
-
-def quantise(
+def quantize(
     x: Array,
     axes: Sequence[int],
     dtype: np.dtype,
     scaling: Scaling = "row",
     scale_dtype: DTypeLike = jnp.float32,
-) -> ScaledCodes:
+) -> Quantized:
     """Returns an array in 8 bits.
 
     The scale is at least 2**-126, a power of two for float8, so that scaling is exact, and the
@@ -115,17 +87,17 @@ def quantise(
     shared = tuple(range(x.ndim)) if scaling == "tensor" else tuple(axes)
     wide = x.astype(jnp.float32)
     largest = functools.partial(jnp.max, axis=shared, keepdims=True, initial=0)
-    return quantise_by(wide, largest_magnitude(wide, largest), dtype, scale_dtype=scale_dtype)
+    return quantize_by(wide, largest_magnitude(wide, largest), dtype, scale_dtype=scale_dtype)
 
 
-def quantise_by(
+def quantize_by(
     wide: Array,
     largest: Array,
     dtype: np.dtype,
     beside: Callable[[Array], Array] = lambda scale: scale,
     scale_dtype: DTypeLike = jnp.float32,
-) -> ScaledCodes:
-    """Returns a float32 array in 8 bits, as `quantise`.
+) -> Quantized:
+    """Returns a float32 array in 8 bits, as `quantize`.
 
     Args:
       wide: the array.
@@ -138,28 +110,28 @@ def quantise_by(
     limit = float(jnp.finfo(dtype).max) if is_exact else 127.0
     dropped = 23 if is_exact else 23 - int(jnp.finfo(scale_dtype).nmant)
     scale = jnp.maximum(rounded_up(largest / limit, dropped), _SMALLEST_SCALE)
-    codes = nearest_codes(wide / beside(scale), dtype, limit).astype(dtype)
+    codes = nearest_values(wide / beside(scale), dtype, limit).astype(dtype)
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
-    return ScaledCodes(codes, scale.astype(scale_dtype))
+    return Quantized(codes, scale.astype(scale_dtype))
 
 
 def shared_operands() -> contextlib.AbstractContextManager[None]:
-    """Quantises an operand of several matmuls once in a block, as attention's projections have it.
+    """Quantizes an operand of several matmuls once in a block, as attention's projections have it.
 
     Its codes and scales are one set of residuals.
     """
     return during(shared_operands={})
 
 
-def quantise_for(x: Array, contracted: tuple[int, ...], by: ScaledMatmul) -> ScaledCodes:
+def quantize_for(x: Array, contracted: tuple[int, ...], by: ScaledMatmul) -> Quantized:
     """Returns an operand in 8 bits, as a constant of differentiation.
 
     Inside `shared_operands`, operations on the same operand share it.
     """
-    return shared(quantise, x, contracted, by.operands, by.scaling)
+    return shared(quantize, x, contracted, by.operands, by.scaling)
 
 
-def shared(make: Callable[..., ScaledCodes], x: Array, *how: Any) -> ScaledCodes:
+def shared(make: Callable[..., Quantized], x: Array, *how: Any) -> Quantized:
     """Returns ``make(x, *how)`` as a constant of differentiation, once inside `shared_operands`."""
     known: dict[Any, Any] | None = thread.shared_operands
     key = (id(x), make, *how)
@@ -209,21 +181,21 @@ class ScaledOperation:
         del arrays
         return self
 
-    def of_codes(self, lhs: ScaledCodes, rhs: ScaledCodes) -> Array:
+    def of_codes(self, lhs: Quantized, rhs: Quantized) -> Array:
         """Returns the float32 result of two operands."""
-        product = self.product(lhs.codes, rhs.codes)
+        product = self.product(lhs.qvalue, rhs.qvalue)
         scales = [self.beside_result(x.scale, side) for side, x in enumerate((lhs, rhs))]
         return rescaled(product, *scales)
 
     def gradient_of_codes(
-        self, side: int, cotangent: Array, other: ScaledCodes, dtype: DTypeLike
+        self, side: int, cotangent: Array, other: Quantized, dtype: DTypeLike
     ) -> Array:
         """Returns the gradient of an operand, to be rounded to `dtype`, from the other one.
 
         The other's scale, which is along other axes here, is folded into the cotangent.
         """
-        coded = self.quantised(side, cotangent * self.beside_result(other.scale, 1 - side))
-        return self.gradient(side, coded.codes, other.codes, coded.scale, dtype)
+        coded = self.quantized(side, cotangent * self.beside_result(other.scale, 1 - side))
+        return self.gradient(side, coded.qvalue, other.qvalue, coded.scale, dtype)
 
     def product(self, lhs: Array, rhs: Array) -> Array:
         """Returns the float32 product of codes and codes, in units of both scales."""
@@ -237,9 +209,9 @@ class ScaledOperation:
         """Returns the axes of the result that the gradient of an operand sums over."""
         raise NotImplementedError
 
-    def quantised(self, side: int, cotangent: Array) -> ScaledCodes:
+    def quantized(self, side: int, cotangent: Array) -> Quantized:
         """Returns a float32 cotangent as the gradient of an operand multiplies it."""
-        return quantise(cotangent, self.summed_for(side), self.gradients, self.by.scaling)
+        return quantize(cotangent, self.summed_for(side), self.gradients, self.by.scaling)
 
     def gradient(
         self, side: int, cotangent: Array, other: Array, scale: Array | None, dtype: DTypeLike
@@ -284,7 +256,7 @@ _NO_FORWARD_MODE = (
 )
 
 
-_Pair = tuple[ScaledCodes, ScaledCodes]
+_Pair = tuple[Quantized, Quantized]
 
 
 def in_8_bits(
