@@ -54,7 +54,7 @@ class Storage:
     bytes_beside: int = 0
     within: tuple[float, float] | None = None
 
-    def wrap(self, tx: optax.GradientTransformation, seed: int = SEED) -> mp.MixedPrecision:
+    def wrap(self, tx: optax.GradientTransformation, seed: int = SEED) -> mp.optim.MixedPrecision:
         """Wraps a transform, with its params stored in this way."""
         is_random = self.master_weights == "stochastic"
         return mp.mixed_precision(
@@ -116,7 +116,7 @@ def quadratic(
         return (params, state), errors
 
     _, errors = jax.lax.scan(
-        step, mp.optim.init_from_master(tx, start), jax.random.split(jax.random.key(seed), steps)
+        step, mp.init_from_master(tx, start), jax.random.split(jax.random.key(seed), steps)
     )
     used, master = (
         float(np.sqrt(np.asarray(e, np.float64)[-(steps // 10) :].mean())) for e in errors

@@ -19,9 +19,16 @@ import optax
 
 from benchmarks import linen_models, nnx_models
 from mpmodules import linen, nnx, use_policy
-from policy import apply_gradients, loss_scale_of, mixed_precision, select_tree, value_and_grad
+from policy import (
+    accumulate_gradients,
+    apply_gradients,
+    loss_scale_of,
+    mixed_precision,
+    select_tree,
+    split_batch,
+    value_and_grad,
+)
 from policy.autocasting.transform import autocast
-from policy.grads import accumulate_gradients, split_batch
 
 F32, I32 = jnp.float32, jnp.int32
 # Modules, which hash.

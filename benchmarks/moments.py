@@ -113,7 +113,7 @@ class Storage:
     nats_at_least: float = 0.0
     error_at_least: float = 0.0
 
-    def wrap(self, tx: optax.GradientTransformation, policy: Any) -> mp.MixedPrecision:
+    def wrap(self, tx: optax.GradientTransformation, policy: Any) -> mp.optim.MixedPrecision:
         """Wraps Adam, with its moments stored in this way."""
         if self.rounding is not None:
             tx = with_rounded_moments(tx, self.rounding)
@@ -153,7 +153,7 @@ def quadratic(storage: Storage, steps: int = 2000) -> float:
 
 
 def language_model(
-    wrap: Callable[[optax.GradientTransformation], mp.MixedPrecision],
+    wrap: Callable[[optax.GradientTransformation], mp.optim.MixedPrecision],
     steps: int = 300,
     seed: int = SEED,
 ) -> float:

@@ -35,7 +35,8 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.table import Row, run
-from policy import ScaledGradients, apply_gradients, loss_scale_of, mixed_precision
+from policy import apply_gradients, loss_scale_of, mixed_precision
+from policy.grads import ScaledGradients
 
 ELEMENTS, LEAVES = 2**20, 4
 LARGEST_TEMPORARY = 4.0

@@ -27,10 +27,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from benchmarks import all_reduce
 from benchmarks.scale_lines import equations, straight
 from benchmarks.table import Row
-from policy import apply_gradients, loss_scale_of, mixed_precision, value_and_grad
-from policy.optim import state_shardings
-from policy.sharding import Collective
-from policy.sharding import collectives_of
+from policy import apply_gradients, loss_scale_of, mixed_precision, state_shardings, value_and_grad
+from policy.sharding import Collective, collectives_of
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 EXACT, TIMED = 1.01, 1.5

@@ -50,10 +50,10 @@ ROOMS: dict[str, Room] = {
     "mpmodules/calls": Room("calls of modules under a policy: boundaries, own code, ports", 1, 4),
     "mpmodules/tracing": Room("Flax's modules as tracers read them", 2, 3),
     "mpmodules/layers": Room("parts that layers of both wings share", 0, 3),
-    "mpmodules": Room("the face, checkpoints, and what is registered at import", 2, 2),
+    "mpmodules": Room("the face, checkpoints, and what is registered at import", 2, 1),
     "mpmodules/linen": Room("Flax's linen layers under a policy", 0, 2),
     "mpmodules/nnx": Room("Flax's nnx layers under a policy", 1, 2),
-    "examples": Room("one file each, to copy from", 1, 1),
+    "examples": Room("one file each, to copy from", 0, 1),
     "benchmarks": Room("ratios beside Flax and others", 1, 0),
 }
 # Packages inside of others, which the picture has in their boxes.

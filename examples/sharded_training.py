@@ -20,7 +20,7 @@ Data and model: those of `language_model.py` beside this file, or any text with 
 The mesh has three axes. `data` and `fsdp` split the batch; `fsdp` also splits each param and its
 optimizer state, which are gathered where they are used; `tensor` splits attention by heads and the
 MLP by its hidden width. The model does not depend on it: `param_spec` places the params,
-`policy.optim.state_shardings` places the optimizer state beside them, and XLA's partitioner does
+`policy.state_shardings` places the optimizer state beside them, and XLA's partitioner does
 the rest. It sums gradients in the dtype that each weight gradient's dot returns: under
 mixed_bfloat16 bfloat16 for kernels, float32 for biases, norms and the embedding. With
 --all-reduce-dtype each device takes its own gradients under `jax.shard_map`, and
@@ -228,7 +228,7 @@ def abstract_state(init: Callable[[], Any], tx: optax.GradientTransformation, me
 
     params, opt_state = jax.eval_shape(init)
     params = jax.tree_util.tree_map_with_path(split, params)
-    return params, jax.tree.map(on_mesh, opt_state, mp.optim.state_shardings(tx, params))
+    return params, jax.tree.map(on_mesh, opt_state, mp.state_shardings(tx, params))
 
 
 def on_mesh(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -254,7 +254,7 @@ def reduced_gradients(
 
     def mean(own: Any, loss_scale: Any) -> Any:
         loss, tree = jax.tree.map(lambda x: x[0], own)
-        grads = mp.ScaledGradients(tree, loss_scale.loss_scale)
+        grads = mp.grads.ScaledGradients(tree, loss_scale.loss_scale)
         return lax.pmean(loss, BATCH), mp.sharding.all_reduce(grads, BATCH, dtype).tree
 
     given, stacked = (
@@ -268,7 +268,7 @@ def reduced_gradients(
 
     def gradients(params: Any, tokens: jax.Array, loss_scale: Any) -> Any:
         loss, tree = map_all(map_batch(params, tokens, loss_scale), loss_scale)
-        return loss, mp.ScaledGradients(tree, loss_scale.loss_scale)
+        return loss, mp.grads.ScaledGradients(tree, loss_scale.loss_scale)
 
     return gradients
 

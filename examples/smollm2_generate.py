@@ -57,6 +57,7 @@ import numpy as np
 
 import policy as mp
 from mpmodules import nnx
+from policy.quantized import QuantizedArray, quantize_cache
 
 try:
     import gguf
@@ -132,7 +133,7 @@ def written(cache: nnx.Cache, new: jax.Array, positions: jax.Array) -> Any:
     held = jax.tree.map(
         lambda held, x: held.at[rows, positions].set(x.astype(held.dtype)),
         cache.get_value(),
-        mp.quantize_cache(new),
+        quantize_cache(new),
     )
     cache.set_value(held)
     return held.astype(new.dtype) if isinstance(held, jax.Array) else held
@@ -165,7 +166,7 @@ class Attention(nnx.Module):
         key, value = rotate(self.key(x), rotation), self.value(x)  # (B, T, K, H)
         if cache_length is not None:
             shape = (len(x), cache_length, self.config.key_heads, self.config.head_width)
-            empty = mp.quantize_cache(jnp.zeros(shape))  # in the policy's cache_dtype
+            empty = quantize_cache(jnp.zeros(shape))  # in the policy's cache_dtype
             self.cached_key, self.cached_value = nnx.Cache(empty), nnx.Cache(empty)
         if self.cached_key is not None:
             key, value = (
@@ -372,7 +373,7 @@ def stored_of(reader: Any, config: Config) -> dict[str, Any]:
                 None if each is None else kernel_of(tensor.name, each, config)
                 for each in parts_of(tensor)
             )
-            stored[path_of(tensor.name)] = mp.QuantizedArray.of_codes(
+            stored[path_of(tensor.name)] = QuantizedArray.of_codes(
                 codes, scales, FORMATS[kind], minimums=minimums, axis=AXES.get(part, -2)
             )
         elif kind in ("F32", "F16", "BF16"):
@@ -437,7 +438,7 @@ def build(
         param, weight = getattr(module, attribute), weights[name]
         if param.shape != weight.shape:
             raise ValueError(f"{name} should be {param.shape}, but is {weight.shape} in the file.")
-        if isinstance(weight, mp.QuantizedArray):
+        if isinstance(weight, QuantizedArray):
             setattr(module, attribute, nnx.QuantizedParam(weight))
         else:
             param.set_value(jnp.asarray(weight))
@@ -540,9 +541,9 @@ def rounded_up(number: int, multiple: int) -> int:
 
 def nbytes(tree: Any) -> int:
     """Bytes of arrays; two codes of 4 bits take one."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, mp.QuantizedArray))
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, QuantizedArray))
     return sum(
-        x.nbytes if isinstance(x, mp.QuantizedArray) else x.size * x.dtype.itemsize for x in leaves
+        x.nbytes if isinstance(x, QuantizedArray) else x.size * x.dtype.itemsize for x in leaves
     )
 
 

@@ -303,7 +303,7 @@ def train_nnx(
             model, batch
         )
         trainer.update(model, grads)
-        finite = mp.optim.finite_of(trainer.opt_state)
+        finite = mp.finite_of(trainer.opt_state)
         nnx.update(model, mp.select_tree(finite, nnx.state(model, nnx.BatchStat), before))
         return loss
 

@@ -3,39 +3,46 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any, cast
 
 import jax
 import numpy as np
-from flax import nnx as flax_nnx
 from flax import serialization
 
-from mpmodules.calls.boundary import is_reference
-from mpmodules.tracing.names import noting_modules
-from mpmodules.tracing.nnx_pure_calls import is_no_parameter, lowered
 from policy.core.quantization import Quantized
 from policy.grads.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from policy.optim.state import Layout
-from policy.programs.frameworks import FRAMEWORKS
+from policy.programs.frameworks import FRAMEWORKS, Framework
 from policy.quantized.array import QuantizedArray
 from policy.quantized.packing import pack_params, unpack_params
 
+# The functions of Flax as a library of modules that hold state, each loaded when it is first used.
+_FUNCTIONS = {
+    "noting_modules": ("mpmodules.tracing.names", "noting_modules"),
+    "lowered": ("mpmodules.tracing.nnx_pure_calls", "lowered"),
+    "is_reference": ("mpmodules.calls.boundary", "is_reference"),
+    "is_no_parameter": ("mpmodules.tracing.nnx_pure_calls", "is_no_parameter"),
+    "eval_shape": ("flax.nnx", "eval_shape"),
+}
+
 
 class _Flax:
-    """Flax as a library of modules that hold state."""
+    """Flax as a library of modules that hold state (`policy.programs.frameworks.Framework`)."""
 
-    noting_modules = staticmethod(noting_modules)
-    lowered = staticmethod(lowered)
-    is_reference = staticmethod(is_reference)
-    is_no_parameter = staticmethod(is_no_parameter)
-    eval_shape = staticmethod(flax_nnx.eval_shape)
+    def __getattr__(self, name: str) -> Any:
+        if name not in _FUNCTIONS:
+            raise AttributeError(f"Flax as a framework has no {name!r}")
+        module, function = _FUNCTIONS[name]
+        value = vars(self)[name] = getattr(importlib.import_module(module), function)
+        return value
 
 
 def register() -> None:
     """Makes Flax known to `policy`, and the classes in a `MixedPrecisionState` and parameters in 8
     and 4 bits to Flax's serialization.
     """
-    FRAMEWORKS.append(_Flax())
+    FRAMEWORKS.append(cast("Framework", _Flax()))
     make_known = functools.partial(serialization.register_serialization_state, override=True)
     make_known(DynamicLossScale, _loss_scale_to, _loss_scale_from)
     make_known(Layout, _layout_to, _layout_from)

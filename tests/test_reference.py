@@ -24,8 +24,11 @@ FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "reference"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
 WINGS = {linen: flax.linen, nnx: flax.nnx}
 NAMESPACES = [
-    getattr(policy, name)
-    for name in ("grads", "losses", "optim", "reductions", "sharding", "testing")
+    importlib.import_module(f"policy.{name}")
+    for name in (
+        *("grads", "inspect", "losses", "optim", "quantized"),
+        *("reductions", "sharding", "testing"),
+    )
 ]
 # Types that no face exports: of attributes of results, and of arguments.
 OF_RESULTS = {
@@ -117,8 +120,6 @@ def public_names(module: types.ModuleType) -> list[str]:
     """Returns the public names of a module that are ours, without its submodules."""
     if module in WINGS:
         names = [name for name in dir(module) if is_ours(getattr(module, name))]
-    elif module is mpmodules:
-        names = [name for name, value in vars(module).items() if is_ours(value)]
     else:
         names = module.__all__
     hidden = [n for n in names if n.startswith("_")]

@@ -41,6 +41,7 @@ from benchmarks.accel.scale_model import Size, block_of, cross_entropy, decoder_
 from benchmarks.table import Row, run
 from mpmodules import linen, use_policy
 from policy.core.scope import traced_for
+from policy.quantized import QuantizedArray, merge_frozen, quantize_params, split_frozen
 
 RANK, LENGTH, BLOCKS = 16, 2048, 4
 SMALL = Size(
@@ -106,7 +107,7 @@ def decode_step(target: Target, stored: str | None, size: Size, batch: int = 1) 
     with use_policy(BFLOAT16), traced_for(target.devices[0]):
         params = jax.eval_shape(model.init, jax.random.key(0), x)
         if stored is not None:
-            params = policy.quantize_params(params, f"params={stored},compute=bfloat16")
+            params = quantize_params(params, f"params={stored},compute=bfloat16")
         figures = measure(target, model.apply, placed(target, (params, x)))
     return dataclasses.replace(figures, bytes=figures.moved)
 
@@ -122,7 +123,7 @@ def adapters(target: Target, size: Size) -> tuple[Figures, float, int]:
 
     def step(trained: Any, state: Any, frozen: Any, tokens: jax.Array) -> Any:
         def loss_fn(trained: Any) -> jax.Array:
-            params = policy.merge_frozen(trained, frozen)
+            params = merge_frozen(trained, frozen)
             return cross_entropy(model.apply({"params": params}, tokens), tokens)
 
         loss, grads = policy.value_and_grad(loss_fn)(trained)
@@ -132,13 +133,13 @@ def adapters(target: Target, size: Size) -> tuple[Figures, float, int]:
     with traced_for(target.devices[0]):
         with use_policy("mixed_bfloat16"):
             made = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
-        params = policy.quantize_params(made, held)
-        trained, frozen = policy.split_frozen(params, lambda path: "lora_" in path)
+        params = quantize_params(made, held)
+        trained, frozen = split_frozen(params, lambda path: "lora_" in path)
         arguments = trained, jax.eval_shape(tx.init, trained), frozen, tokens
         with use_policy(held):
             figures = measure(target, step, placed(target, arguments), donated=(0, 1))
-    whole = jax.tree.leaves(frozen, is_leaf=lambda x: isinstance(x, policy.QuantizedArray))
-    codes = [x for x in whole if isinstance(x, policy.QuantizedArray)]
+    whole = jax.tree.leaves(frozen, is_leaf=lambda x: isinstance(x, QuantizedArray))
+    codes = [x for x in whole if isinstance(x, QuantizedArray)]
     return figures, sum(x.nbytes for x in codes), sum(x.size for x in codes)
 
 

@@ -59,9 +59,15 @@ from benchmarks.accel.scale_model import (
     param_spec,
 )
 from benchmarks.table import Row, run
-from policy import apply_gradients, loss_scale_of, mixed_precision, use_policy, value_and_grad
+from policy import (
+    apply_gradients,
+    loss_scale_of,
+    mixed_precision,
+    state_shardings,
+    use_policy,
+    value_and_grad,
+)
 from policy.inspect.estimate.targets import Target
-from policy.optim import state_shardings
 from policy.sharding import all_reduce, vary
 
 AXES = ("data", "fsdp")

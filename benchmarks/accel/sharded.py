@@ -36,8 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.accel.program import Figures, measure
 from benchmarks.table import Row, run
 from mpmodules import linen
-from policy import apply_gradients, loss_scale_of, mixed_precision, value_and_grad
-from policy.optim import state_shardings
+from policy import apply_gradients, loss_scale_of, mixed_precision, state_shardings, value_and_grad
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
 

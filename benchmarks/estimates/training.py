@@ -12,14 +12,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from policy import (
-    MixedPrecision,
     apply_gradients,
     current_policy,
     loss_scale_of,
     mixed_precision,
+    state_shardings,
     value_and_grad,
 )
-from policy.optim import state_shardings
+from policy.optim import MixedPrecision
 from policy.optim.storage_modes import MasterWeights
 
 SpecOf = Callable[[tuple[int, ...]], PartitionSpec]

@@ -17,7 +17,7 @@ _ARRAYS = (jax.Array, np.ndarray)  # while a model is printed, or abstract, it h
 
 
 class QuantizedParam(flax_nnx.Variable[Any]):
-    """A frozen parameter, stored as a `policy.QuantizedArray`.
+    """A frozen parameter, stored as a `policy.quantized.QuantizedArray`.
 
     It is no `nnx.Param`: gradients, optimizers and filters of `nnx.Param` leave it alone. Read as a
     variable, it is the array that it was quantized from, widened.

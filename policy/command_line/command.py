@@ -176,7 +176,7 @@ _ESTIMATE = {
     "--quiet": _switch("show no progress"),
 }
 _WATCH = {
-    "file": _option("FILE", "the log that policy.RunLog writes"),
+    "file": _option("FILE", "the log that policy.inspect.RunLog writes"),
     "--html": _option("FILE", "write the run as one HTML page; - for standard output"),
     "--follow": _switch("print it again when the file has grown, until an interrupt"),
     "--fail-on-advice": _switch("exit with 1 if there is advice"),
@@ -384,7 +384,8 @@ def _watch(options: argparse.Namespace) -> int:
         python -m policy watch run.jsonl --follow
         python -m policy watch run.jsonl --html run.html --fail-on-advice
 
-    The file is what policy.RunLog writes of the snapshots of policy.monitor. It may still grow.
+    The file is what policy.inspect.RunLog writes of the snapshots of policy.monitor. It may still
+    grow.
     """
     _require_output(options.html)
     advice = show_run(options.file, options.html, follow=options.follow)

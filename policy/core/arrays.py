@@ -106,7 +106,7 @@ def cast_floating(
 
 
 def is_quantized(x: Any) -> bool:
-    """Returns whether `x` is a `policy.QuantizedArray`: frozen codes, which no cast changes."""
+    """Returns whether `x` is a `QuantizedArray`: frozen quantized values, which no cast changes."""
     return getattr(type(x), "is_quantized", False) is True
 
 

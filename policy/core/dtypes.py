@@ -190,9 +190,9 @@ class ScaledMatmul:
     """The dtypes and the scaling of matmuls with weights in 8 or 4 bits.
 
     >>> import policy
-    >>> policy.ScaledMatmul("float8_e4m3fn", "float8_e5m2")
+    >>> policy.quantized.ScaledMatmul("float8_e4m3fn", "float8_e5m2")
     ScaledMatmul('f8')
-    >>> policy.ScaledMatmul("int8", "int8", scaling="tensor").text
+    >>> policy.quantized.ScaledMatmul("int8", "int8", scaling="tensor").text
     'i8:tensor'
 
     Attributes:

@@ -117,6 +117,6 @@ def ways_out_of(leaves: Iterable[Any]) -> str:
 
 FROZEN = (
     "stored in 8 or 4 bits and frozen: divide the params with trainable, frozen = "
-    "policy.split_frozen(params), and differentiate and update the trainable ones."
+    "policy.quantized.split_frozen(params), and differentiate and update the trainable ones."
 )
 """The end of an error about quantized parameters."""

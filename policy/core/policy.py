@@ -95,8 +95,8 @@ class Policy:
       param_dtype: the dtype that parameters are created and stored in. A format in 8 or 4 bits,
         such as "int8", "float8", "int4:32" or "nf4", is for frozen ones: it is held in
         `param_format`, and parameters that are not quantised are float32.
-      param_format: the 8- or 4-bit format that `policy.quantize_params` stores parameters in, or
-        None.
+      param_format: the 8- or 4-bit format in which `policy.quantized.quantize_params` stores
+        parameters, or None.
       compute_dtype: the dtype of matmuls, convolutions and activations.
       output_dtype: the dtype that a module returns to callers outside the policy. "caller" stands
         for the compute_dtype of the calling code. It is stored as `compute_dtype`, which is used at
@@ -218,12 +218,13 @@ class Policy:
         Other leaves are returned unchanged.
 
         Raises:
-          ValueError: the policy stores parameters in 8 or 4 bits: see `policy.quantize_params`.
+          ValueError: the policy stores parameters in 8 or 4 bits: see
+            `policy.quantized.quantize_params`.
         """
         if self.param_format is not None:
             raise ValueError(
                 f"'{self}' stores parameters in {self.param_format.text}, which is no cast: use "
-                "policy.quantize_params(params, policy)."
+                "policy.quantized.quantize_params(params, policy)."
             )
         return cast_floating(tree, self.param_dtype)
 

@@ -25,10 +25,10 @@ def quantize_cache(x: Array, dtype: DTypeLike | None = None) -> Array | Quantize
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import policy
-    >>> new = policy.quantize_cache(jnp.array([[2.54, -1.0]]), "int8")
+    >>> new = policy.quantized.quantize_cache(jnp.array([[2.54, -1.0]]), "int8")
     >>> new.qvalue, new.scale.dtype
     (Array([[127, -50]], dtype=int8), dtype(bfloat16))
-    >>> cache = policy.quantize_cache(jnp.zeros((4, 2)), "int8")
+    >>> cache = policy.quantized.quantize_cache(jnp.zeros((4, 2)), "int8")
     >>> cache = jax.tree.map(lambda held, x: held.at[1:2].set(x), cache, new)
 
     Args:

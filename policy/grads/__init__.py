@@ -1,8 +1,8 @@
 """Gradients: scaled losses, microbatches, float32 sums of cotangents."""
 
-from policy.grads.microbatching import accumulate_gradients, split_batch
+from policy.grads.loss_scale import ScaledGradients as ScaledGradients
 
-__all__ = ["accumulate_gradients", "split_batch"]
+__all__ = ["ScaledGradients"]
 
 
 def __dir__() -> list[str]:

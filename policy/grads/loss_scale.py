@@ -339,7 +339,7 @@ class ScaledGradients:
 
     >>> import jax.numpy as jnp
     >>> import policy
-    >>> grads = policy.ScaledGradients({"w": jnp.array([8.0])}, 4.0)
+    >>> grads = policy.grads.ScaledGradients({"w": jnp.array([8.0])}, 4.0)
     >>> grads.scale
     Array(4., dtype=float32)
     >>> grads * 2

@@ -35,7 +35,7 @@ def split_batch(batch: T, count: int) -> T:
 
     >>> import jax.numpy as jnp
     >>> import policy
-    >>> policy.grads.split_batch({"x": jnp.arange(6)}, 2)
+    >>> policy.split_batch({"x": jnp.arange(6)}, 2)
     {'x': Array([[0, 2, 4],
            [1, 3, 5]], dtype=int32)}
 
@@ -82,9 +82,9 @@ def accumulate_gradients(
     >>> import jax.numpy as jnp
     >>> import policy
     >>> loss_fn = lambda params, batch: jnp.mean(params["w"] * batch)
-    >>> batches = policy.grads.split_batch(jnp.arange(4.0), 2)
+    >>> batches = policy.split_batch(jnp.arange(4.0), 2)
     >>> step = policy.value_and_grad(loss_fn)
-    >>> loss, grads = policy.grads.accumulate_gradients(step, {"w": jnp.float32(2)}, batches)
+    >>> loss, grads = policy.accumulate_gradients(step, {"w": jnp.float32(2)}, batches)
     >>> float(loss), float(grads["w"])
     (3.0, 1.5)
 

@@ -160,7 +160,7 @@ def init_from_master(
 
       >>> import jax.numpy as jnp, optax
       >>> from policy import master_params, mixed_precision
-      >>> from policy.optim import init_from_master
+      >>> from policy import init_from_master
       >>> tx = mixed_precision(optax.adam(1e-3), "bfloat16")
       >>> params, opt_state = init_from_master(tx, {"w": jnp.array([0.1])})
       >>> params["w"]

@@ -77,7 +77,8 @@ class MixedPrecisionState(NamedTuple):
     Example:
 
       >>> import jax.numpy as jnp, optax
-      >>> from policy import MixedPrecisionState, mixed_precision
+      >>> from policy import mixed_precision
+      >>> from policy.optim import MixedPrecisionState
       >>> tx = mixed_precision(optax.adam(1e-3), "mixed_bfloat16")
       >>> opt_state = tx.init({"w": jnp.ones(2)})
       >>> isinstance(opt_state, MixedPrecisionState)
@@ -212,7 +213,7 @@ def finite_of(opt_state: Any) -> jax.Array:
 
       >>> import jax.numpy as jnp, optax
       >>> from policy import apply_gradients, mixed_precision
-      >>> from policy.optim import finite_of
+      >>> from policy import finite_of
       >>> tx = mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
       >>> params = {"w": jnp.ones(2)}
       >>> grads = {"w": jnp.array([1.0, jnp.inf])}
@@ -374,7 +375,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
 
       >>> import jax, jax.numpy as jnp, optax
       >>> from policy import mixed_precision
-      >>> from policy.optim import state_shardings
+      >>> from policy import state_shardings
       >>> tx = mixed_precision(optax.adam(1e-3), "mixed_bfloat16")
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> rows = jax.NamedSharding(mesh, jax.P("data"))

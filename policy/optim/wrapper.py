@@ -212,7 +212,8 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
     Example:
 
       >>> import optax
-      >>> from policy import MixedPrecision, mixed_precision
+      >>> from policy import mixed_precision
+      >>> from policy.optim import MixedPrecision
       >>> tx = mixed_precision(optax.adam(1e-3), "mixed_bfloat16", clip_global_norm=1.0)
       >>> isinstance(tx, MixedPrecision)
       True

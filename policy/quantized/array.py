@@ -100,8 +100,9 @@ class CodeLayout:
             return (
                 f"has values of {codes.dtype} and scales of {scales.dtype}, not of "
                 f"{dtype} and a floating dtype: arithmetic or a cast of the tree's "
-                "leaves changed values and scales apart. Upcast it with policy.dequantize_params "
-                "first, or leave it out with policy.split_frozen."
+                "leaves changed values and scales apart. Upcast it with "
+                "policy.quantized.dequantize_params first, or leave it out with "
+                "policy.quantized.split_frozen."
             )
         if jax.sharding.get_abstract_mesh().manual_axes:
             return None  # shard_map gives each device a part
@@ -112,7 +113,7 @@ class CodeLayout:
             f"has values of shape {codes.shape} and scales of shape {scales.shape}, whose last "
             f"axes should be {self.held} and {self.of_scales}: they are another array's, or were "
             "sliced, stacked or mapped along another axis than the first. Use in_axes=0 and "
-            "out_axes=0, or upcast it with policy.dequantize_params first."
+            "out_axes=0, or upcast it with policy.quantized.dequantize_params first."
         )
 
     def with_one(self, scales: jax.Array) -> jax.Array:
@@ -142,7 +143,7 @@ class QuantizedArray:
     >>> import jax, jax.numpy as jnp
     >>> import policy
     >>> kernel = jax.random.normal(jax.random.key(0), (64, 16))
-    >>> stored = policy.QuantizedArray.of(kernel, "int4:32")
+    >>> stored = policy.quantized.QuantizedArray.of(kernel, "int4:32")
     >>> stored.shape, stored.codes.shape, stored.codes.dtype, stored.nbytes
     ((64, 16), (2, 32, 16), dtype(int4), 576)
 
@@ -206,7 +207,7 @@ class QuantizedArray:
         >>> import numpy as np
         >>> import policy
         >>> codes, scales = np.full((64, 16), -8), np.full((2, 16), 0.5, np.float16)
-        >>> stored = policy.QuantizedArray.of_codes(codes, scales, "int4:32")
+        >>> stored = policy.quantized.QuantizedArray.of_codes(codes, scales, "int4:32")
         >>> stored, stored.scales.dtype, float(stored[0, 0])
         (QuantizedArray('int4:32', (64, 16), float32), dtype('float16'), -4.0)
 

@@ -27,8 +27,8 @@ def pack_params(tree: Any) -> Any:
 
     >>> import jax.numpy as jnp
     >>> import policy
-    >>> stored = policy.quantize_params({"kernel": jnp.ones((64, 8))}, "params=nf4")
-    >>> packed = policy.pack_params(stored)["kernel"]
+    >>> stored = policy.quantized.quantize_params({"kernel": jnp.ones((64, 8))}, "params=nf4")
+    >>> packed = policy.quantized.pack_params(stored)["kernel"]
     >>> packed["nf4"].shape, packed["nf4"].dtype, packed["scales"].dtype
     ((1, 32, 8), dtype('uint8'), dtype(bfloat16))
 
@@ -43,9 +43,9 @@ def unpack_params(packed: Any, like: Any) -> Any:
 
     >>> import jax, jax.numpy as jnp
     >>> import policy
-    >>> stored = policy.quantize_params({"kernel": jnp.ones((64, 8))}, "params=nf4")
+    >>> stored = policy.quantized.quantize_params({"kernel": jnp.ones((64, 8))}, "params=nf4")
     >>> like = jax.eval_shape(lambda: stored)
-    >>> policy.unpack_params(policy.pack_params(stored), like)["kernel"]
+    >>> policy.quantized.unpack_params(policy.quantized.pack_params(stored), like)["kernel"]
     QuantizedArray('nf4:64', (64, 8), float32)
 
     Args:

@@ -73,7 +73,7 @@ def quantize_params(
     >>> import jax, jax.numpy as jnp
     >>> import policy
     >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.zeros(8)}}
-    >>> stored = policy.quantize_params(params, "params=int8,compute=bfloat16")
+    >>> stored = policy.quantized.quantize_params(params, "params=int8,compute=bfloat16")
     >>> stored["dense"]["kernel"]
     QuantizedArray('int8', (64, 8), float32)
     >>> stored["dense"]["bias"].dtype
@@ -167,8 +167,8 @@ def require_trainable(policy: Policy | None, names: tuple[str, ...], made: Any) 
     raise ValueError(
         f"Parameter '{joined(names)}' would be created in {held.text}, where an update that is "
         "smaller than a step of its codes is lost: such parameters are frozen. Initialize under "
-        "params=float32 or bfloat16, then call policy.quantize_params(variables, policy) or "
-        "nnx.apply_policy(model, policy), and train adapters such as nnx.LoRA beside it; or "
+        "params=float32 or bfloat16, then call policy.quantized.quantize_params(variables, policy) "
+        "or nnx.apply_policy(model, policy), and train adapters such as nnx.LoRA beside it; or "
         "multiply trainable parameters in 8 bits with mixed_int8."
     )
 
@@ -223,8 +223,8 @@ def dequantize_params(tree: Any) -> Any:
 
     >>> import jax.numpy as jnp
     >>> import policy
-    >>> stored = policy.quantize_params({"kernel": jnp.ones((64, 8))}, "params=int8")
-    >>> policy.dequantize_params(stored)["kernel"].dtype
+    >>> stored = policy.quantized.quantize_params({"kernel": jnp.ones((64, 8))}, "params=int8")
+    >>> policy.quantized.dequantize_params(stored)["kernel"].dtype
     dtype('float32')
 
     Args:
@@ -242,10 +242,10 @@ def split_frozen(params: Any, trains: Callable[[str], bool] | None = None) -> tu
 
     >>> import jax.numpy as jnp
     >>> import policy
-    >>> stored = policy.quantize_params(
+    >>> stored = policy.quantized.quantize_params(
     ...     {"kernel": jnp.ones((64, 8)), "bias": jnp.zeros(8)}, "params=int8"
     ... )
-    >>> trainable, frozen = policy.split_frozen(stored)
+    >>> trainable, frozen = policy.quantized.split_frozen(stored)
     >>> list(trainable), trainable["kernel"], frozen["bias"]
     (['bias', 'kernel'], None, None)
 
@@ -273,8 +273,8 @@ def merge_frozen(trainable: Any, frozen: Any) -> Any:
 
     >>> import jax.numpy as jnp
     >>> import policy
-    >>> stored = policy.quantize_params({"kernel": jnp.ones((64, 8))}, "params=int8")
-    >>> policy.merge_frozen(*policy.split_frozen(stored))["kernel"]
+    >>> stored = policy.quantized.quantize_params({"kernel": jnp.ones((64, 8))}, "params=int8")
+    >>> policy.quantized.merge_frozen(*policy.quantized.split_frozen(stored))["kernel"]
     QuantizedArray('int8', (64, 8), float32)
 
     Args:

@@ -9,7 +9,8 @@ import pytest
 from tqdm import tqdm
 
 from mpmodules import nnx
-from policy import PolicyRules, QuantizedArray, get_policy
+from policy import PolicyRules, get_policy
+from policy.quantized import QuantizedArray
 from tests.examples.helpers import assert_refused, assert_reported
 
 gguf: Any = pytest.importorskip("gguf", reason="needs: pip install gguf tokenizers")

@@ -158,7 +158,7 @@ def test_a_filtered_step_is_watched_and_codes_stand_for_weights():
     assert {("gradient", "up/weight"), ("activation", "head/eqx.nn.Linear")} <= rows
 
     wide = Net(jax.random.key(0), width=128)
-    coded = policy.quantize_params(wide, "params=int8")
+    coded = policy.quantized.quantize_params(wide, "params=int8")
     assert coded.layers[1].layers[0].weight.codes.dtype == jnp.int8
     assert_near(jax.vmap(coded)(X), jax.vmap(wide)(X), error=0.02)
 

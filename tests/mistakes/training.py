@@ -19,16 +19,18 @@ from mpmodules import nnx
 from policy import (
     DynamicLossScale,
     StaticLossScale,
+    accumulate_gradients,
     apply_gradients,
     loss_scale_of,
     master_params,
     mixed_precision,
     monitor,
     select_tree,
+    split_batch,
+    state_shardings,
     value_and_grad,
 )
-from policy.grads import accumulate_gradients, split_batch
-from policy.optim import convert, match_updates, resync, state_shardings
+from policy.optim import convert, match_updates, resync
 from policy.sharding import all_reduce, collectives_of, vary
 from tests.mistakes.layers import KEY, X, XNet, rngs
 

@@ -16,9 +16,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import policy
 from mpmodules import linen as nn
 from mpmodules import nnx, use_policy
-from policy import apply_gradients, loss_scale_of, mixed_precision, value_and_grad
-from policy.grads import accumulate_gradients, split_batch
-from policy.optim import state_shardings
+from policy import (
+    accumulate_gradients,
+    apply_gradients,
+    loss_scale_of,
+    mixed_precision,
+    split_batch,
+    state_shardings,
+    value_and_grad,
+)
+from policy.quantized import quantize_params
 from policy.sharding import all_reduce, collectives_of, vary
 
 DEVICES = 8
@@ -424,7 +431,10 @@ def test_quantized_params_are_divided_over_devices(text):
     stored_in = f"params={text},compute=bfloat16,output=float32"
     x = jnp.asarray(RNG.normal(size=(16, 64)), jnp.float32)
     variables = Wide(dtype_policy=POLICY).init(jax.random.key(0), x)
-    stored, model = policy.quantize_params(variables, stored_in), Wide(dtype_policy=stored_in)
+    stored, model = (
+        quantize_params(variables, stored_in),
+        Wide(dtype_policy=stored_in),
+    )
     shardings = nn.get_sharding(stored, MESH)
     divided = jax.device_put(stored, shardings)
     codes = divided["params"]["Dense_0"]["kernel"].codes.value

@@ -54,18 +54,18 @@ def loss_of(model):
 def test_gradients_of_adapters_are_those_over_the_widened_base():
     model = nn.Sequential([LoRADense(), nn.relu, LoRADense()])
     held = HELD.format("float32")
-    params = policy.quantize_params(model.init(jax.random.key(0), x)["params"], held)
-    trained, frozen = policy.split_frozen(params, lambda path: "lora_" in path)
+    params = policy.quantized.quantize_params(model.init(jax.random.key(0), x)["params"], held)
+    trained, frozen = policy.quantized.split_frozen(params, lambda path: "lora_" in path)
 
     def gradients(frozen):
         def loss_fn(trained):
-            whole = policy.merge_frozen(trained, frozen)
+            whole = policy.quantized.merge_frozen(trained, frozen)
             return loss_of(lambda x: model.apply({"params": whole}, x))
 
         with use_policy(held):
             return policy.value_and_grad(loss_fn)(trained)[1]
 
-    found, expected = gradients(frozen), gradients(policy.dequantize_params(frozen))
+    found, expected = gradients(frozen), gradients(policy.quantized.dequantize_params(frozen))
     assert len(jax.tree.leaves(found)) == 4
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
@@ -123,13 +123,13 @@ def test_no_kernel_is_widened_for_backward_or_for_all_layers(is_scanned, is_rema
             return x
 
     model = Stack()
-    params = policy.quantize_params(model.init(jax.random.key(0), x)["params"], held)
-    trained, frozen = policy.split_frozen(params, lambda path: "lora_" in path)
+    params = policy.quantized.quantize_params(model.init(jax.random.key(0), x)["params"], held)
+    trained, frozen = policy.quantized.split_frozen(params, lambda path: "lora_" in path)
     codes = [x for x in jax.tree.leaves(frozen, is_leaf=_is_codes) if _is_codes(x)]
     assert sum(x.nbytes for x in codes) == layers * (WIDTH * WIDTH // 2 + 2 * WIDTH)
 
     def loss_fn(trained, frozen):
-        whole = policy.merge_frozen(trained, frozen)
+        whole = policy.quantized.merge_frozen(trained, frozen)
         return loss_of(lambda x: model.apply({"params": whole}, x))
 
     with use_policy(held):
@@ -143,7 +143,7 @@ def test_no_kernel_is_widened_for_backward_or_for_all_layers(is_scanned, is_rema
 
 
 def _is_codes(x):
-    return isinstance(x, policy.QuantizedArray)
+    return isinstance(x, policy.quantized.QuantizedArray)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_estimates_and_programs_take_codes_and_scales(stored, bytes_of_one):
     model, x = nn.Dense(256, use_bias=False), jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)
     with use_policy("bfloat16"):
         made = jax.eval_shape(model.init, jax.random.key(0), x)
-    params = policy.quantize_params(made, held)
+    params = policy.quantized.quantize_params(made, held)
     (row,) = policy.estimate(model.apply, params, x, policies=[held], on="cpu").rows
     with use_policy(held):
         compiled = jax.jit(model.apply).lower(params, x).compile()
@@ -167,8 +167,8 @@ def test_estimates_and_programs_take_codes_and_scales(stored, bytes_of_one):
 def test_merged_adapters_compute_what_they_did_beside_the_base():
     held = HELD.format("float32")
     model = nn.Sequential([LoRADense(), nn.relu, LoRADense()])
-    params = policy.quantize_params(model.init(jax.random.key(0), x)["params"], held)
-    wide = policy.dequantize_params(params)
+    params = policy.quantized.quantize_params(model.init(jax.random.key(0), x)["params"], held)
+    wide = policy.quantized.dequantize_params(params)
 
     def merged(layer):
         kernel = layer["base"]["kernel"] + layer["lora_a"]["kernel"] @ layer["lora_b"]["kernel"]
@@ -179,7 +179,7 @@ def test_merged_adapters_compute_what_they_did_beside_the_base():
     y: Any = plain.apply({"params": whole}, x)
     expected: Any = model.apply({"params": wide}, x)
     np.testing.assert_allclose(y, expected, atol=1e-5)
-    again = policy.quantize_params(whole, held)
+    again = policy.quantized.quantize_params(whole, held)
     assert again["layers_0"]["kernel"].format.text == "nf4:64"
 
 

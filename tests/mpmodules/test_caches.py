@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx as flax_nnx
 
-import policy
 from mpmodules import linen, nnx
 from policy import audit, get_policy, use_policy
+from policy.quantized import quantize_cache
 
 KEY, X = jax.random.key(0), jax.random.normal(jax.random.key(1), (2, 6, 16))
 HEADS, WIDTH = 2, 8
@@ -182,7 +182,7 @@ def test_scales_of_any_size_multiply_values_within_the_range_of_half_precision(c
     key, value = rng.normal(size=(2, 1, 6, heads, WIDTH))
     value *= np.array([1e-3, 1, 1, 1e4, 1, 1])[:, None, None]
     mask = np.array([True, True, True, False, True, True])  # the largest is left out
-    coded: Any = [policy.quantize_cache(jnp.asarray(x, jnp.float32), "int8") for x in (key, value)]
+    coded: Any = [quantize_cache(jnp.asarray(x, jnp.float32), "int8") for x in (key, value)]
     held = [np.asarray(x.qvalue, np.float64) * np.asarray(x.scale, np.float64) for x in coded]
     query = np.asarray(jnp.asarray(query, compute), np.float64)
     wide = [np.repeat(x, 2, axis=2)[:, mask] for x in held]

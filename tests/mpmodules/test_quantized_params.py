@@ -16,6 +16,7 @@ import pytest
 import policy
 from mpmodules import linen, nnx
 from policy.core.arrays import is_quantized
+from policy.quantized import dequantize_params, merge_frozen, quantize_params, split_frozen
 
 FORMATS = ("int8", "int4:32", "uint4:32", "nf4:32")
 KEY = jax.random.key(0)
@@ -89,7 +90,7 @@ def test_linen_layers(name, text):
     x = array(*shape)
     cells = {} if name == "LSTM" else {"dtype_policy": read_in}
     reader = make(**cells)
-    stored = policy.quantize_params(reader.init(KEY, x), stored_in)
+    stored = quantize_params(reader.init(KEY, x), stored_in)
     assert any(map(is_quantized, jax.tree.leaves(stored, is_leaf=is_quantized)))
     layer = make(**({"dtype_policy": stored_in} if cells else {}))
     wide = as_read(stored)
@@ -131,8 +132,11 @@ def test_embeddings(text):
     stored_in, read_in = texts(text)
     tokens, query = jnp.array([[0, 3], [127, 5]]), array(4, 64)
     layer = linen.Embed(128, 64, dtype_policy=read_in)
-    stored = policy.quantize_params(layer.init(KEY, tokens), stored_in)
-    wide, ours = policy.dequantize_params(stored), linen.Embed(128, 64, dtype_policy=stored_in)
+    stored = quantize_params(layer.init(KEY, tokens), stored_in)
+    wide, ours = (
+        dequantize_params(stored),
+        linen.Embed(128, 64, dtype_policy=stored_in),
+    )
     np.testing.assert_array_equal(ours.apply(stored, tokens), layer.apply(wide, tokens))
     attended = [
         each.apply(variables, query, method="attend")
@@ -141,7 +145,7 @@ def test_embeddings(text):
     close(*attended)
     given = flax.nnx.Embed(128, 64, rngs=flax.nnx.Rngs(0))
     layer: Any = nnx.apply_policy(given, stored_in)
-    reader: Any = nnx.apply_policy(widened(layer, given, policy.dequantize_params), read_in)
+    reader: Any = nnx.apply_policy(widened(layer, given, dequantize_params), read_in)
     np.testing.assert_array_equal(layer(tokens), reader(tokens))
     close(layer.attend(query), reader.attend(query))
     labels = jnp.array([1, 2, 3, 4])
@@ -193,41 +197,41 @@ class FlaxBlock(flax.linen.Module):
 def test_linen_models(kind, text):
     stored_in, read_in = texts(text)
     x = array(4, 64)
-    stored = policy.quantize_params(Stack(kind, dtype_policy=read_in).init(KEY, x), stored_in)
-    wide = policy.dequantize_params(stored)
+    stored = quantize_params(Stack(kind, dtype_policy=read_in).init(KEY, x), stored_in)
+    wide = dequantize_params(stored)
     ours, reader = Stack(kind, dtype_policy=stored_in), Stack(kind, dtype_policy=read_in)
     close(ours.apply(stored, x), reader.apply(wide, x))
-    trainable, frozen = policy.split_frozen(stored["params"])
+    trainable, frozen = split_frozen(stored["params"])
 
     def loss(trainable, model, frozen):
-        params = policy.merge_frozen(trainable, frozen)
+        params = merge_frozen(trainable, frozen)
         return (model.apply({"params": params}, x) ** 2).mean()
 
     gradients = jax.jit(policy.grad(loss), static_argnums=1)(trainable, ours, frozen)
-    _, arrays = policy.split_frozen(policy.dequantize_params(stored)["params"])
+    _, arrays = split_frozen(dequantize_params(stored)["params"])
     assert not jax.tree.leaves(arrays)
-    expected = jax.grad(loss)(trainable, reader, policy.dequantize_params(frozen))
+    expected = jax.grad(loss)(trainable, reader, dequantize_params(frozen))
     jax.tree.map(close, gradients, expected)
 
 
 def test_flaxs_own_modules_read_codes():
     x = array(4, 64)
     model = FlaxBlock()
-    stored = policy.quantize_params(model.init(KEY, x), "params=int8")
-    wide = policy.dequantize_params(stored)
+    stored = quantize_params(model.init(KEY, x), "params=int8")
+    wide = dequantize_params(stored)
     np.testing.assert_array_equal(model.apply(stored, x), model.apply(wide, x))
     ported = linen.apply_policy(model, texts("int8")[0])
     close(ported.apply(stored, x), linen.apply_policy(model, "mixed_bfloat16").apply(wide, x))
     with pytest.raises(flax.errors.ScopeParamShapeError):
-        linen.Dense(32).apply(policy.quantize_params(linen.Dense(16).init(KEY, x), "p=i8"), x)
+        linen.Dense(32).apply(quantize_params(linen.Dense(16).init(KEY, x), "p=i8"), x)
 
 
 def test_boxed_parameters():
     init = linen.with_partitioning(linen.initializers.lecun_normal(), ("embed", "mlp"))
     layer = linen.Dense(32, kernel_init=init, dtype_policy="mixed_bfloat16")
     x = array(4, 64)
-    stored = policy.quantize_params(layer.init(KEY, x), "params=int4:32")
-    close(layer.apply(stored, x), layer.apply(policy.dequantize_params(stored), x))
+    stored = quantize_params(layer.init(KEY, x), "params=int4:32")
+    close(layer.apply(stored, x), layer.apply(dequantize_params(stored), x))
     kernel = stored["params"]["kernel"]
     names = ("embed", None, "mlp"), (None, "embed", "mlp")
     assert (kernel.codes.names, kernel.scales.names) == names
@@ -273,8 +277,8 @@ def test_matmuls_in_8_bits_of_codes():
     x = array(4, 64)
     layer = linen.Dense(32, dtype_policy="params=int8,compute=bf16,m=i8")
     plain = linen.Dense(32, dtype_policy="mixed_bfloat16")
-    stored = policy.quantize_params(plain.init(KEY, x), "params=int8")
-    expected: Any = plain.apply(policy.dequantize_params(stored), x)
+    stored = quantize_params(plain.init(KEY, x), "params=int8")
+    expected: Any = plain.apply(dequantize_params(stored), x)
     y: Any = layer.apply(stored, x)
     np.testing.assert_allclose(y.astype(jnp.float32), expected, atol=0.05)
 
@@ -317,7 +321,7 @@ def test_attentions_with_narrow_heads_keep_the_kernel_that_has_no_block(text, he
     given = flax.nnx.MultiHeadAttention(heads, 64, decode=False, rngs=flax.nnx.Rngs(0))
     model: Any = nnx.apply_policy(given, stored_in)
     layer = linen.MultiHeadDotProductAttention(heads, dtype_policy="mixed_bfloat16")
-    params = policy.quantize_params(layer.init(KEY, x, x)["params"], stored_in)
+    params = quantize_params(layer.init(KEY, x, x)["params"], stored_in)
     for name in ("query", "key", "value", "out"):
         is_param = isinstance(getattr(model, name).kernel, nnx.Param)
         assert is_param != is_quantized(params[name]["kernel"])

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from mpmodules import linen, nnx
-from policy import quantize_params, set_policy, use_policy
+from policy import set_policy, use_policy
+from policy.quantized import quantize_params
 from tests.mpmodules.wings import BOTH, KEY, MIXED, Part, Text, dense, layer_norm, under
 
 CONSOLE = {"width": 240, "no_color": True, "force_terminal": False}

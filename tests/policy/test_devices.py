@@ -12,8 +12,9 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from policy import ScaledGradients, apply_gradients, mixed_precision, value_and_grad
+from policy import apply_gradients, mixed_precision, value_and_grad
 from policy.core.arrays import OVERWRITE_WITH_GRADIENT
+from policy.grads import ScaledGradients
 from policy.sharding import all_reduce, collectives_of, vary
 
 DEVICES = 8

@@ -289,7 +289,7 @@ def test_a_step_that_overflows_is_skipped_with_its_batch_statistics(stepped, tre
     start, _, _, skipped = stepped["policy"]
     for was, now in ((start.params, skipped.params), (start.batch_stats, skipped.batch_stats)):
         jax.tree.map(np.testing.assert_array_equal, was, now)
-    assert not policy.optim.finite_of(skipped.opt_state)
+    assert not policy.finite_of(skipped.opt_state)
     before, after = (policy.loss_scale_of(state.opt_state).loss_scale for state in (start, skipped))
     np.testing.assert_array_equal(after, before / 2)
 

@@ -115,7 +115,7 @@ def dot_product_attention(
       query: (batch..., queries, heads, width).
       key, value: (batch..., keys, key heads, width), where the key heads divide the heads (Flax's
         own function takes equal ones only), as arrays or as codes and scales of
-        `policy.quantize_cache`.
+        `policy.quantized.quantize_cache`.
       implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is
         neither; None chooses (`mpmodules.functions.fused_attention.fused_kernel` says when).
       attention_axes: the `PartitionSpec` of queries over the automatic axes of the mesh; None for

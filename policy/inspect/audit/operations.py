@@ -105,7 +105,7 @@ class AuditFigures:
     """Operations and findings, and their totals: an audit, or a part of one.
 
     Attributes:
-      operations, findings, name, policy, attention: those of `policy.Audit`.
+      operations, findings, name, policy, attention: those of `policy.inspect.Audit`.
     """
 
     operations: tuple[Operation, ...]

@@ -163,7 +163,7 @@ class Snapshot:
     >>> import policy
     >>> step = jax.jit(policy.monitor(lambda params: {"w": params["w"] - 0.001}, every=2))
     >>> params, snapshot = step(0, {"w": jnp.ones(3, jnp.bfloat16)})
-    >>> isinstance(snapshot, policy.Snapshot), bool(snapshot.taken)
+    >>> isinstance(snapshot, policy.inspect.Snapshot), bool(snapshot.taken)
     (True, True)
     >>> row = snapshot.record()["rows"][-1]
     >>> row["kind"], row["path"], row["numbers"]["lost"]

@@ -34,7 +34,7 @@ class RunLog:
     >>> import policy
     >>> step = policy.monitor(lambda params, x: {"w": params["w"] - 0.01 * x}, every=1)
     >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
-    >>> with policy.RunLog(tempfile.mkdtemp() + "/run.jsonl") as log:
+    >>> with policy.inspect.RunLog(tempfile.mkdtemp() + "/run.jsonl") as log:
     ...     for i in range(3):
     ...         params, snapshot = step(i, params, jnp.full(2, 0.01, jnp.bfloat16))
     ...         log.write(snapshot)
@@ -157,7 +157,7 @@ def read_records(path: str | Path) -> list[RunRecord]:
         except (ValueError, KeyError, TypeError):
             raise ValueError(
                 f"{path}: line {number} is not a record of a run, but {line[:40]!r}. Give the file "
-                "that policy.RunLog wrote."
+                "that policy.inspect.RunLog wrote."
             ) from None
         if version != VERSION:
             raise ValueError(
@@ -173,11 +173,11 @@ def read_records(path: str | Path) -> list[RunRecord]:
 
 def _complete_lines(path: Path) -> Iterator[str]:
     if not path.is_file():
-        raise ValueError(f"There is no file {path}. Give the file that policy.RunLog wrote.")
+        raise ValueError(f"There is no file {path}. Give the file that a RunLog wrote.")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not text. Give the file that policy.RunLog wrote.") from None
+        raise ValueError(f"{path} is not text. Give the file that a RunLog wrote.") from None
     yield from text.split("\n")[:-1]
 
 

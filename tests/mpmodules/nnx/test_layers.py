@@ -16,12 +16,12 @@ from mpmodules import nnx
 from policy import (
     Policy,
     cast_floating,
+    finite_of,
     get_policy,
     master_params,
     mixed_precision,
     use_policy,
 )
-from policy.optim import finite_of
 from tests.programs import named, operations
 
 X = jax.random.normal(jax.random.key(0), (3, 8))

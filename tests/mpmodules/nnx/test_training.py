@@ -13,6 +13,8 @@ from mpmodules import nnx
 from mpmodules.nnx._training import grad, value_and_grad
 from policy import (
     DynamicLossScale,
+    finite_of,
+    init_from_master,
     loss_scale_of,
     master_params,
     mixed_precision,
@@ -21,7 +23,7 @@ from policy import (
 from policy.grads.microbatching import accumulate_gradients, split_batch
 from policy.grads.value_and_grad import ScaledGradients
 from policy.grads.value_and_grad import value_and_grad as plain_value_and_grad
-from policy.optim import convert, finite_of, init_from_master, resync
+from policy.optim import convert, resync
 from policy.optim.storage_modes import round_to
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)

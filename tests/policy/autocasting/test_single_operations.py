@@ -43,8 +43,8 @@ PARTS = {
 }
 
 # Off where the activation is far at its end: its derivative reads the 16-bit result, which no steep
-# function needs in float32. The terms of expm's polynomial overflow in a float16 matmul. The operand
-# of erf is a product that is rounded to 16 bits.
+# function needs in float32. The terms of expm's polynomial overflow in a float16 matmul. erf's
+# operand is a product that is rounded to 16 bits.
 _BOTH = ("mixed_bfloat16", "mixed_float16")
 KNOWN: dict[str, tuple[str, ...]] = {
     "nn.sigmoid far": _BOTH,

@@ -11,9 +11,8 @@ import pytest
 
 import policy
 from mpmodules import linen, nnx
-from policy import use_policy
+from policy import accumulate_gradients, split_batch, use_policy
 from policy.functions.linear_cross_entropy import _counts
-from policy.grads import accumulate_gradients, split_batch
 from policy.losses import linear_softmax_cross_entropy as chunked
 from policy.programs.reading.walk import walk
 from tests.policy.functions.linear_operands import BIAS, KERNEL, LABELS, OPTIONS, X, of_logits

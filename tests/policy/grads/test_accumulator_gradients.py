@@ -202,7 +202,7 @@ def test_an_exchange_is_in_float32_unless_it_is_asked_for_in_half():
 
 def test_a_matmul_in_8_bits_keeps_its_float32_product():
     numbers = (((1,), (0,)), ((), ()))
-    by = policy.ScaledMatmul("int8", "int8")
+    by = policy.quantized.ScaledMatmul("int8", "int8")
 
     @read_in_half
     def loss(w):

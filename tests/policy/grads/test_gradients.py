@@ -8,13 +8,13 @@ import pytest
 from policy import (
     DtypePolicyWarning,
     DynamicLossScale,
-    ScaledGradients,
     StaticLossScale,
     current_policy,
     grad,
     use_policy,
     value_and_grad,
 )
+from policy.grads import ScaledGradients
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(64, 5)), jnp.float32)

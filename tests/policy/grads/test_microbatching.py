@@ -12,13 +12,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from policy import (
     DynamicLossScale,
-    ScaledGradients,
+    accumulate_gradients,
     apply_gradients,
     mixed_precision,
+    split_batch,
     value_and_grad,
 )
 from policy.core.arrays import OVERWRITE_WITH_GRADIENT
-from policy.grads import accumulate_gradients, split_batch
+from policy.grads import ScaledGradients
 from policy.inspect.hlo.dump import without_cache
 from tests.benchmarks.accelerators import target
 

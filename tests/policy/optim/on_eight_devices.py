@@ -12,9 +12,16 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from policy import DynamicLossScale, apply_gradients, loss_scale_of, master_params, value_and_grad
-from policy.grads import accumulate_gradients, split_batch
-from policy.optim import state_shardings
+from policy import (
+    DynamicLossScale,
+    accumulate_gradients,
+    apply_gradients,
+    loss_scale_of,
+    master_params,
+    split_batch,
+    state_shardings,
+    value_and_grad,
+)
 from tests.policy.optim.steps import assert_same, stepped, unchanged, wrapped
 from tests.policy.sharding.across_devices import (
     BATCH,

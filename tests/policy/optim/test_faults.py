@@ -11,14 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from policy import (
-    DynamicLossScale,
-    ScaledGradients,
-    apply_gradients,
-    loss_scale_of,
-    mixed_precision,
-    value_and_grad,
-)
+from policy import DynamicLossScale, apply_gradients, loss_scale_of, mixed_precision, value_and_grad
+from policy.grads import ScaledGradients
 from tests.policy.optim.steps import BOTH_WAYS, assert_same, bits, stepped, unchanged, wrapped
 
 MODES = ["full", "remainder", "stochastic", "none"]

@@ -10,8 +10,15 @@ import pytest
 from flax.training.train_state import TrainState
 
 from mpmodules import nnx
-from policy import apply_gradients, compare, master_params
-from policy.optim import convert, finite_of, host_memory, init_from_master, resync, state_shardings
+from policy import (
+    apply_gradients,
+    compare,
+    finite_of,
+    init_from_master,
+    master_params,
+    state_shardings,
+)
+from policy.optim import convert, host_memory, resync
 from tests.policy.optim.steps import BOTH_WAYS, assert_same, stepped, wrapped
 
 KEY = jax.random.key(0)

@@ -13,8 +13,8 @@ import pytest
 from flax import serialization
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy import apply_gradients, master_params
-from policy.optim import convert, init_from_master, resync
+from policy import apply_gradients, init_from_master, master_params
+from policy.optim import convert, resync
 from policy.optim.storage_modes import storage_code, storage_text
 from tests.policy.optim.steps import BOTH_WAYS, MODES, assert_same, stepped, wrapped
 

@@ -17,7 +17,8 @@ from flax import serialization
 from hypothesis import strategies
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy import DynamicLossScale, ScaledGradients, loss_scale_of, master_params
+from policy import DynamicLossScale, loss_scale_of, master_params
+from policy.grads import ScaledGradients
 from policy.optim import convert, resync
 from policy.optim.storage_modes import round_to
 from tests.policy.optim.steps import RANDOM, assert_same, stepped, unchanged, wrapped

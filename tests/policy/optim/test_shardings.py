@@ -8,7 +8,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from policy.optim import state_shardings
+from policy import state_shardings
 from tests.eight_devices import run_tests_on_eight_devices
 from tests.policy.optim.steps import wrapped
 

@@ -16,15 +16,15 @@ from policy import (
     DtypePolicyWarning,
     DynamicLossScale,
     NoOpLossScale,
-    ScaledGradients,
+    accumulate_gradients,
     apply_gradients,
     grad,
+    init_from_master,
     loss_scale_of,
     mixed_precision,
     value_and_grad,
 )
-from policy.grads import accumulate_gradients
-from policy.optim import init_from_master
+from policy.grads import ScaledGradients
 from tests.policy.optim.steps import BOTH_WAYS, stepped
 
 PARAMS = {"a": jnp.ones(2), "b": jnp.ones((2, 3))}

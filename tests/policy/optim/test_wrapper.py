@@ -16,17 +16,17 @@ from jax import lax, monitoring
 import policy
 from policy import (
     DynamicLossScale,
-    MixedPrecision,
     NoOpLossScale,
-    ScaledGradients,
     StaticLossScale,
     apply_gradients,
+    finite_of,
     loss_scale_of,
     master_params,
     mixed_precision,
 )
 from policy.core.policy import get_policy
-from policy.optim import finite_of
+from policy.grads import ScaledGradients
+from policy.optim import MixedPrecision
 from tests.policy.optim.steps import BOTH_WAYS, assert_same, dtypes, stepped, types, wrapped
 
 HALF = [jnp.bfloat16, jnp.float16]

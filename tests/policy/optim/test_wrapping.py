@@ -15,8 +15,8 @@ from flax import nnx as flax_nnx
 from flax.training.train_state import TrainState
 
 from mpmodules import nnx
-from policy import ScaledGradients, loss_scale_of, master_params, mixed_precision
-from policy.optim import finite_of
+from policy import finite_of, loss_scale_of, master_params, mixed_precision
+from policy.grads import ScaledGradients
 from tests.policy.optim.saving import FAST
 from tests.policy.optim.steps import stepped
 

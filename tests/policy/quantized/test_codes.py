@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policy import QuantizedArray
 from policy.core.param_formats import CODES, NF4, ParamFormat, format_of
-from policy.quantized import products
+from policy.quantized import QuantizedArray, products
 from policy.quantized.codes import numbers
 
 # github.com/bitsandbytes-foundation/bitsandbytes, csrc/kernels.cu, dQuantizeNF4: the code i + 1 is

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from policy.quantized.codes import numbers
 from flax import serialization
 
 import mpmodules  # noqa: F401
-import policy
-from policy import QuantizedArray
 from policy.core.param_formats import NF4
-from policy.quantized.codes import numbers
+from policy.quantized import QuantizedArray, pack_params, quantize_params, unpack_params
 
 
 def is_same(tree, other):
@@ -31,16 +30,16 @@ def is_same(tree, other):
 def test_codes_come_back_bit_for_bit(stored, name, shape):
     def quantized(kernel):
         params = {name: {"kernel": kernel, "bias": kernel[0, 0]}}
-        return policy.quantize_params(params, f"params={stored}")
+        return quantize_params(params, f"params={stored}")
 
     params = quantized(jax.random.normal(jax.random.key(0), shape))
-    packed, kernel = policy.pack_params(params), params[name]["kernel"]
+    packed, kernel = pack_params(params), params[name]["kernel"]
     written = packed[name]["kernel"]
     assert {leaf.dtype.name for leaf in written.values()} <= {"uint8", "int8", "bfloat16"}
     assert sum(leaf.nbytes for leaf in written.values()) == kernel.nbytes
     like = jax.eval_shape(quantized, jax.ShapeDtypeStruct(shape, jnp.float32))
     written = jax.tree.map(np.asarray, packed)  # as a file's reader returns it
-    restored = jax.tree.map(jnp.asarray, policy.unpack_params(written, like))
+    restored = jax.tree.map(jnp.asarray, unpack_params(written, like))
     assert is_same(restored, params)
 
 
@@ -55,11 +54,11 @@ def kernel_in(text, axis=-2):
 @pytest.mark.parametrize("saved", FORMATS)
 @pytest.mark.parametrize("wanted", FORMATS)
 def test_files_of_another_format_are_rejected_by_name(saved, wanted):
-    packed = {"w": policy.pack_params(kernel_in(saved))}
+    packed = {"w": pack_params(kernel_in(saved))}
     like, name = {"w": kernel_in(wanted)}, saved.split(":")[0]
     state: Any = serialization.msgpack_restore(serialization.to_bytes({"w": kernel_in(saved)}))
     for read in (
-        lambda: policy.unpack_params(packed, like),
+        lambda: unpack_params(packed, like),
         lambda: serialization.from_state_dict(like, state),
     ):
         if saved == wanted:
@@ -84,36 +83,39 @@ def of_scales(change):
         (lambda packed: packed | {"int4": packed["int4"][:1]}, r"saved as int4 uint8\[1, 16"),
         (lambda packed: {"int4": packed["int4"]}, r"saved as int4 uint8\[2, 16, 64\]:"),
         (lambda packed: packed["int4"], r"saved as uint8\["),
-        (lambda _: policy.pack_params(kernel_in("int4:32", -1)), r"saved as int4 uint8\[64, 2, 16"),
+        (
+            lambda _: pack_params(kernel_in("int4:32", -1)),
+            r"saved as int4 uint8\[64, 2, 16",
+        ),
     ],
 )
 def test_what_is_no_such_dict_is_rejected(change, message):
     stored = kernel_in("int4:32")
     with pytest.raises(ValueError, match=message):
-        policy.unpack_params({"w": change(policy.pack_params(stored))}, {"w": stored})
+        unpack_params({"w": change(pack_params(stored))}, {"w": stored})
 
 
 def test_a_packed_dict_is_no_array():
-    packed = {"w": policy.pack_params(kernel_in("int8"))}
+    packed = {"w": pack_params(kernel_in("int8"))}
     with pytest.raises(
         ValueError, match=r"'w' should be float32\[64, 64\], but was saved as int8 int8"
     ):
-        policy.unpack_params(packed, {"w": jnp.ones((64, 64))})
+        unpack_params(packed, {"w": jnp.ones((64, 64))})
 
 
 def test_orbax_rejects_another_format_and_pickles_tell_it(tmp_path):
     stored, other = {"w": kernel_in("int4:32")}, {"w": kernel_in("uint4:32")}
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "params", policy.pack_params(stored))
+        checkpointer.save(tmp_path / "params", pack_params(stored))
     with ocp.StandardCheckpointer() as checkpointer:
-        packed = checkpointer.restore(tmp_path / "params", policy.pack_params(stored))
-    assert is_same(policy.unpack_params(packed, stored), stored)
+        packed = checkpointer.restore(tmp_path / "params", pack_params(stored))
+    assert is_same(unpack_params(packed, stored), stored)
     for text in ("nf4:32", "uint4:32"):
         with (
             ocp.StandardCheckpointer() as checkpointer,
             pytest.raises(ValueError, match=rf"(?s)w.int4.*w.{text[:-3]}"),
         ):
-            checkpointer.restore(tmp_path / "params", policy.pack_params({"w": kernel_in(text)}))
+            checkpointer.restore(tmp_path / "params", pack_params({"w": kernel_in(text)}))
     with ocp.StandardCheckpointer() as checkpointer:  # as a tree, without pack_params
         checkpointer.save(tmp_path / "tree", {"w": kernel_in("int8")})
         checkpointer.wait_until_finished()
@@ -131,6 +133,9 @@ def test_a_table_is_looked_up_exactly_in_the_dtype_read(dtype):
 
 @pytest.mark.parametrize("stored", ["int8", "float8", "int4:32", "uint4:32", "nf4"])
 def test_arrays_without_numbers(stored):
-    array = policy.QuantizedArray.of(jnp.zeros((64, 0)), stored)
+    array = QuantizedArray.of(jnp.zeros((64, 0)), stored)
     assert array.widened().shape == (64, 0)
-    assert policy.unpack_params(policy.pack_params(array), array).shape == (64, 0)
+    assert unpack_params(pack_params(array), array).shape == (
+        64,
+        0,
+    )

@@ -8,7 +8,13 @@ import optax
 import pytest
 
 import policy
-from policy import QuantizedArray
+from policy.quantized import (
+    QuantizedArray,
+    dequantize_params,
+    merge_frozen,
+    quantize_params,
+    split_frozen,
+)
 
 
 def tree():
@@ -24,9 +30,7 @@ def tree():
 
 
 def test_what_is_quantized_and_along_which_axis():
-    stored = policy.quantize_params(
-        {"params": tree(), "batch_stats": {"mean": jnp.ones(3)}}, "p=i8"
-    )
+    stored = quantize_params({"params": tree(), "batch_stats": {"mean": jnp.ones(3)}}, "p=i8")
     params = stored["params"]
     assert params["embed"]["embedding"].scales.shape == (128, 1)
     assert params["attn"]["query"]["kernel"].scales.shape == (1, 2, 32)
@@ -34,41 +38,39 @@ def test_what_is_quantized_and_along_which_axis():
     kept = (params["norm"]["scale"], params["attn"]["query"]["bias"], params["head"]["lora_a"])
     assert not any(isinstance(x, QuantizedArray) for x in (*kept, params["step"]))
     assert stored["batch_stats"]["mean"].dtype == jnp.float32
-    blocks = policy.quantize_params(tree(), "params=int4:32")
+    blocks = quantize_params(tree(), "params=int4:32")
     assert blocks["embed"]["embedding"].codes.shape == (4, 32, 64)
     assert blocks["attn"]["query"]["kernel"].codes.shape == (2, 32, 64)
     # quantized again, nothing changes
-    again = policy.quantize_params(blocks, "params=int8")
+    again = quantize_params(blocks, "params=int8")
     assert again["head"]["kernel"] is blocks["head"]["kernel"]
 
 
 def test_rules_choose():
-    stored = policy.quantize_params(
+    stored = quantize_params(
         tree(), "params=int8", {"head": "bfloat16", "attn/.*": "params=int4:32"}
     )
     assert stored["head"]["kernel"].dtype == jnp.float32
     assert stored["attn"]["query"]["kernel"].format.text == "int4:32"
     assert stored["embed"]["embedding"].format.text == "int8"
-    only = policy.quantize_params(tree(), "bfloat16", {"head": "params=nf4"})
+    only = quantize_params(tree(), "bfloat16", {"head": "params=nf4"})
     assert isinstance(only["head"]["kernel"], QuantizedArray)
     assert not isinstance(only["embed"]["embedding"], QuantizedArray)
-    chosen = policy.quantize_params(
-        tree(), "p=i8", axis=lambda path, shape: 0 if "head" in path else None
-    )
+    chosen = quantize_params(tree(), "p=i8", axis=lambda path, shape: 0 if "head" in path else None)
     assert chosen["head"]["lora_a"].scales.shape == (1, 4)
     assert not isinstance(chosen["embed"]["embedding"], QuantizedArray)
 
 
 def test_shapes_alone():
     shapes = jax.eval_shape(tree)
-    stored = policy.quantize_params(shapes, "params=nf4")
+    stored = quantize_params(shapes, "params=nf4")
     assert stored["head"]["kernel"].codes == jax.ShapeDtypeStruct((1, 64, 16), jnp.uint4)
     assert stored["head"]["kernel"].nbytes == 64 * 16 // 2 + 16 * 2
 
 
 def test_boxes_hold_codes_and_scales():
     box = flax.linen.Partitioned(jnp.ones((64, 2, 32)), names=("embed", "heads", None))
-    stored = policy.quantize_params({"query": {"kernel": box}}, "params=int4:32")
+    stored = quantize_params({"query": {"kernel": box}}, "params=int4:32")
     kernel = stored["query"]["kernel"]
     assert kernel.codes.names == ("embed", None, "heads")
     assert kernel.scales.names == (None, "embed", "heads")
@@ -88,15 +90,15 @@ def test_boxes_hold_codes_and_scales():
 )
 def test_refusals(change, policy_text, error, words):
     with pytest.raises(error, match=words):
-        policy.quantize_params(change or tree(), policy_text)
+        quantize_params(change or tree(), policy_text)
     with pytest.raises(ValueError, match="nowhere"):
-        policy.quantize_params(tree(), "params=int8", {"nowhere": "bf16"})
+        quantize_params(tree(), "params=int8", {"nowhere": "bf16"})
 
 
 def test_frozen_and_trainable():
-    stored = policy.quantize_params(tree(), "params=int8")
-    trainable, frozen = policy.split_frozen(stored)
-    assert jax.tree.structure(policy.merge_frozen(trainable, frozen)) == jax.tree.structure(stored)
+    stored = quantize_params(tree(), "params=int8")
+    trainable, frozen = split_frozen(stored)
+    assert jax.tree.structure(merge_frozen(trainable, frozen)) == jax.tree.structure(stored)
     assert trainable["head"]["kernel"] is None and frozen["norm"]["scale"] is None
     with pytest.raises(TypeError, match="split_frozen"):
         policy.value_and_grad(lambda params: 0.0)(stored)
@@ -109,7 +111,7 @@ def test_frozen_and_trainable():
     assert cast["head"]["kernel"] is not None and cast["norm"]["scale"].dtype == jnp.bfloat16
     assert cast["embed"]["embedding"].scales.dtype == jnp.bfloat16
     assert cast["head"]["kernel"].dtype == jnp.float32
-    wide = policy.dequantize_params(stored)
+    wide = dequantize_params(stored)
     assert wide["head"]["kernel"].dtype == jnp.float32 and wide["step"] == 3
 
 

@@ -11,9 +11,8 @@ import optax
 import pytest
 
 import policy
-from policy import QuantizedArray
 from policy.core.param_formats import CODES, ParamFormat, format_of
-from policy.quantized import products
+from policy.quantized import QuantizedArray, products
 
 FORMATS = ("int8", "int8:32", "float8", "float8:32", "int4:32", "int4:16", "nf4:32")
 

@@ -8,8 +8,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from policy import apply_gradients, loss_scale_of, value_and_grad
-from policy.grads import accumulate_gradients, split_batch
+from policy import accumulate_gradients, apply_gradients, loss_scale_of, split_batch, value_and_grad
 from policy.sharding import all_reduce, vary
 
 DEVICES = 8

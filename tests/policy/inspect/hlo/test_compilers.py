@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import policy
 from mpmodules import nnx
+from policy import apply_gradients, mixed_precision
 from policy.core.scope import traced_for
 from policy.inspect.estimate.costing import compiled_step
 from policy.inspect.estimate.targets import compute_seconds, kernel_time
@@ -18,7 +19,6 @@ from policy.inspect.hlo.costs import Costs, costs_of, turns
 from policy.inspect.hlo.dump import without_cache
 from policy.inspect.hlo.provenance import by_spelled_path
 from policy.inspect.hlo.text import parse
-from policy.optim import apply_gradients, mixed_precision
 from tests.benchmarks.accelerators import target
 
 pytestmark = pytest.mark.slow

@@ -121,8 +121,8 @@ def test_numbers_of_microbatches_are_of_all_of_them():
             with jax.named_scope("head"):
                 return jnp.mean((x @ params["w"][0]) ** 2)
 
-        loss, gradients = policy.grads.accumulate_gradients(
-            policy.value_and_grad(loss_of), params, policy.grads.split_batch(x, 4)
+        loss, gradients = policy.accumulate_gradients(
+            policy.value_and_grad(loss_of), params, policy.split_batch(x, 4)
         )
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
 

@@ -46,7 +46,7 @@ def steps(log):
 
 
 def test_each_line_is_a_record(tmp_path):
-    with policy.RunLog(tmp_path / "run.jsonl") as log:
+    with policy.inspect.RunLog(tmp_path / "run.jsonl") as log:
         log.write(snapshot(record(0, row("a")), record(1)))
         log.write(snapshot())  # not taken
         log.write(snapshot(record(2, row("a", largest="inf", nan=0.5))))
@@ -56,7 +56,7 @@ def test_each_line_is_a_record(tmp_path):
 
 
 def test_a_snapshot_that_is_not_ready_waits_and_the_next_ones_behind_it(tmp_path):
-    log, slow = policy.RunLog(tmp_path / "run.jsonl"), Pending()
+    log, slow = policy.inspect.RunLog(tmp_path / "run.jsonl"), Pending()
     log.write(Snapshot(slow, (record(0),)))
     log.write(snapshot(record(1)))
     assert not (tmp_path / "run.jsonl").exists()
@@ -73,10 +73,10 @@ def test_a_file_is_continued_and_later_steps_are_replaced(tmp_path):
     with file.open("a") as unfinished:
         unfinished.write('{"version":1,"step":5')  # the run was killed here
     assert [one["step"] for one in read_records(file)] == [0, 1, 2, 3, 4]
-    with policy.RunLog(file) as log:
+    with policy.inspect.RunLog(file) as log:
         log.write(snapshot(record(3, row("new"))))
         assert steps(log) == [0, 1, 2, 3] and log.records()[3]["rows"]
-    with policy.RunLog(file, step=2) as log:
+    with policy.inspect.RunLog(file, step=2) as log:
         assert steps(log) == [0, 1]
 
 
@@ -91,14 +91,14 @@ def test_a_file_is_continued_and_later_steps_are_replaced(tmp_path):
 def test_another_file_is_refused_by_its_line(tmp_path, text, message):
     (tmp_path / "other").write_text(text)
     with pytest.raises(ValueError, match=message):
-        policy.RunLog(tmp_path / "other")
+        policy.inspect.RunLog(tmp_path / "other")
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"there is no folder .*missing"):
-        policy.RunLog(tmp_path / "missing" / "run.jsonl")
+        policy.inspect.RunLog(tmp_path / "missing" / "run.jsonl")
     with pytest.raises(ValueError, match=r"saved as \.html, but got 'run\.txt'"):
-        policy.RunLog(tmp_path / "run.jsonl").save("run.txt")
+        policy.inspect.RunLog(tmp_path / "run.jsonl").save("run.txt")
 
 
 class Writer:
@@ -127,7 +127,7 @@ def test_tensorboard_gets_a_scalar_of_each_number(tmp_path, monkeypatch, name, w
     for package in (name, f"{name}.metric_writers"):
         monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
         monkeypatch.setattr(sys.modules[package], "SummaryWriter", writer, raising=False)
-    with policy.RunLog(tmp_path / "run.jsonl", tensorboard=tmp_path / "board") as log:
+    with policy.inspect.RunLog(tmp_path / "run.jsonl", tensorboard=tmp_path / "board") as log:
         log.write(snapshot(record(7, row("a", largest=[1.0, "inf"]), scale=8.0)))
     found = Writer.last.found
     assert found["loss_scale", 7] == 8 and found["activation/a/zeros", 7] == 0
@@ -138,4 +138,4 @@ def test_tensorboard_without_a_package_is_refused(tmp_path, monkeypatch):
     for package in ("tensorboardX", "clu", "clu.metric_writers"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match="pip install tensorboardX"):
-        policy.RunLog(tmp_path / "run.jsonl", tensorboard=tmp_path)
+        policy.inspect.RunLog(tmp_path / "run.jsonl", tensorboard=tmp_path)

@@ -4,9 +4,9 @@ import html
 
 import pytest
 
-import policy
 from policy.command_line.command import main
 from policy.command_line.watch import show_run
+from policy.inspect import RunLog
 from policy.inspect.runs.advice import ADVICE_KINDS
 from policy.inspect.runs.page import run_page
 from tests.eight_devices import ROOT
@@ -38,7 +38,7 @@ def test_the_text_has_advice_with_its_places_and_the_rows_that_lose_most(log, ca
     assert "also: params/block_1/kernel" in shown
     row_shown = next(line for line in shown.splitlines() if line.startswith(f"{KERNEL}  update"))
     assert row_shown.split()[-3:] == ["█" * 10, "90.00%", "1"]
-    assert shown.rstrip("\n") == str(policy.RunLog(log)) or "\x1b" in shown
+    assert shown.rstrip("\n") == str(RunLog(log)) or "\x1b" in shown
 
 
 def test_advice_fails_where_that_is_asked_for(log, tmp_path, capsys):
@@ -52,15 +52,16 @@ def test_the_page_goes_to_a_file_or_the_standard_output(log, tmp_path, capsys):
     capsys.readouterr()
     assert main(["watch", str(log), "--html", "-"]) == 0
     page = (tmp_path / "run.html").read_text()
-    assert (
-        page.rstrip() == capsys.readouterr().out.rstrip() == policy.RunLog(log).to_html().rstrip()
-    )
+    assert page.rstrip() == capsys.readouterr().out.rstrip() == RunLog(log).to_html().rstrip()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.jsonl"], "There is no file missing.jsonl. Give the file that policy.RunLog"),
+        (
+            ["missing.jsonl"],
+            "There is no file missing.jsonl. Give the file that a RunLog",
+        ),
         (["README.md"], "line 1 is not a record of a run"),
         (["README.md", "--html", "missing/run.html"], "there is no folder missing"),
     ],
