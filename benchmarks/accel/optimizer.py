@@ -60,7 +60,7 @@ BOUNDS = {
 # Bytes of temporary memory an element; scales of 8-bit moments are moved in layouts with padding.
 LARGEST_TEMPORARY, LARGEST_OF_CODES = 0.25, 0.4
 # The largest ratios of arguments to plain optax's.
-ON_DEVICE = {SMALLEST: 0.52, ON_HOST: 0.29}
+ON_DEVICE = {SMALLEST: 0.58, ON_HOST: 0.29}
 SMALL = (PLAIN, SAME_AS_PEERS, "remainder, bf16 / bf16")
 
 

@@ -43,7 +43,7 @@ _NO_PARAMETERS = frozenset({"batch_stats", "cache", "intermediates"})
 
 
 def check_params(params: Any) -> None:
-    """Refuses params that no optimizer can step, and names each of them by its path.
+    """Rejects params that no optimizer can step, and names each of them by its path.
 
     Raises:
       ValueError: a leaf is no array, is neither floating nor complex, is an 8-bit float, or is
@@ -96,7 +96,7 @@ def warn_of_wide_params(params: optax.Params, policy: Policy) -> None:
 
 
 def check_initial_params(params: Any) -> None:
-    """Refuses params that no state can be made for, and warns of trees of other collections.
+    """Rejects params that no state can be made for, and warns of trees of other collections.
 
     Raises:
       ValueError: see `check_params`; or a leaf is a float64 of NumPy's without x64.
@@ -128,7 +128,7 @@ def check_initial_params(params: Any) -> None:
 
 
 def require_outermost() -> None:
-    """Refuses an `init` that is called by one of optax's transforms.
+    """Rejects an `init` that is called by one of optax's transforms.
 
     A wrapped transform can't see its wrapper, but each wrapper makes its state by calling the
     wrapped `init`. So one look at the callers, once for each state, covers every later use of it.
@@ -156,7 +156,7 @@ def _defines_transforms(module: str) -> bool:
 def require_storage(
     params: optax.Params, state: MixedPrecisionState, master_weights: MasterWeights
 ) -> jax.Array | Literal[True]:
-    """Refuses masters that are stored in another way than `master_weights` stores them.
+    """Rejects masters that are stored in another way than `master_weights` stores them.
 
     Args:
       params: the params, without their overwritten leaves.
@@ -261,7 +261,7 @@ def _is_readable(x: Any) -> bool:
 
 
 def check_tree(params: optax.Params, state: MixedPrecisionState) -> None:
-    """Refuses params, without overwritten leaves, of another tree than the state was made from.
+    """Rejects params, without overwritten leaves, of another tree than the state was made from.
 
     Raises:
       ValueError: the trees differ.
@@ -301,8 +301,8 @@ def check_inner(
         jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stored_as_codes)
         for tree in (inner, made)
     )
-    if [path for path, _ in found] != [path for path, _ in expected]:
-        names, ours = ([path_name(path) for path, _ in each] for each in (found, expected))
+    names, ours = ([path_name(path) for path, _ in each] for each in (found, expected))
+    if names != ours:
         raise ValueError(
             "state was made by another transform than tx: use the transform that made it, or make "
             f"a new state with tx.init(params). {differences(names, ours)}"

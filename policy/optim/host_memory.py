@@ -62,7 +62,7 @@ def with_memory_kind(sharding: Sharding | None, kind: MemoryKind | None, leaf: A
 
 
 def require_memory(kind: MemoryKind | None, params: Any) -> None:
-    """Refuses a kind of memory that the devices of params don't have.
+    """Rejects a kind of memory that the devices of params don't have.
 
     Traced params, and shapes without shardings, stand for the default device.
 

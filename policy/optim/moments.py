@@ -265,7 +265,7 @@ def check_moments(
     dtypes: Mapping[str, np.dtype],
     stochastic: bool,
 ) -> None:
-    """Refuses moments that can't be stored as asked.
+    """Rejects moments that can't be stored as asked.
 
     A step of gradients of 0, on params of one element, tells a field's decay rate; it is taken at
     counts 1 and 1e5.

@@ -243,7 +243,7 @@ def find_state(opt_state: Any) -> MixedPrecisionState:
 
 
 def require_state(state: Any, call: str) -> None:
-    """Refuses values that are no MixedPrecisionState.
+    """Rejects values that are no MixedPrecisionState.
 
     Args:
       state: the value.
@@ -261,7 +261,7 @@ def require_state(state: Any, call: str) -> None:
 
 
 def require_transform(tx: Any, call: str) -> None:
-    """Refuses values that are no optax gradient transformation.
+    """Rejects values that are no optax gradient transformation.
 
     Args:
       tx: the value.

@@ -45,9 +45,9 @@ def mixed_precision(
     A step whose gradients hold a NaN, an infinity, or a number whose float32 square is infinite is
     skipped: params, the inner state, masters and counts stay; only `skipped`, `finite` and the loss
     scale change. Clipping, schedules, `optax.MultiSteps`, `masked`, `partition` and so on go
-    inside; `init` refuses to be called by one of them. A state of another storage mode,
-    moment_dtype, kind of loss scale or transform is refused; `convert` migrates it. docs/faults.md
-    lists all faults: those that are skipped, refused and not checked.
+    inside; `init` raises where one of them calls it. A state of another storage mode,
+    moment_dtype, kind of loss scale or transform is rejected; `convert` migrates it. docs/faults.md
+    lists all faults: those that are skipped, rejected and not checked.
 
     Args:
       tx: any optax transform, or `optax.MultiSteps` around one.
@@ -325,7 +325,7 @@ def match_updates(
     Args:
       tx: any optax transform.
       to: "grads", "params" (which `update` then needs) or a floating dtype for all of them.
-      strict: refuses a cast that can lose something (float32 to bfloat16, float16 to bfloat16)
+      strict: rejects a cast that can lose something (float32 to bfloat16, float16 to bfloat16)
         instead of doing it.
 
     Returns:
