@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from policy.quantized.codes import numbers
 from flax import serialization
 
 import mpmodules  # noqa: F401
 from policy.core.param_formats import NF4
 from policy.quantized import QuantizedArray, pack_params, quantize_params, unpack_params
+from policy.quantized.codes import numbers
 
 
 def is_same(tree, other):
