@@ -1,4 +1,5 @@
-"""Draws docs/house.svg, the packages and their imports, and the table of docs/contributing.md.
+"""Draws docs/house.svg, the packages and their imports, and the table of inner packages in
+docs/contributing.md.
 
     python docs/make_house.py
 
@@ -41,34 +42,34 @@ ROOMS: dict[str, Room] = {
     "policy/quantized": Room("frozen parameters in 8 and 4 bits", 0, 10),
     "policy/grads": Room("loss scales, microbatches, float32 sums, sums across devices", 0, 12),
     "policy/optim": Room("optax in float32: master weights, moments, skipped steps", 2, 11),
-    "policy/autocasting": Room("half precision for functions as they are", 2, 9),
+    "policy/autocasting": Room("low precision for unchanged functions", 2, 9),
     "policy/inspect": Room("reports on programs: dtypes, hazards, errors and costs", 2, 8),
-    "policy/porting": Room("Flax code without the dtypes that it passes along", 1, 8),
+    "policy/porting": Room("removal of dtype arguments from Flax code", 1, 8),
     "policy/command_line": Room("`python -m policy`", 2, 7),
-    "policy": Room("the face: the names that `policy` exports", 1, 6),
+    "policy": Room("the public API: the names that `policy` exports", 1, 6),
     "mpmodules/functions": Room("the maths of layers, arrays in and arrays out", 0, 5),
-    "mpmodules/calls": Room("calls of modules under a policy: boundaries, own code, ports", 1, 4),
+    "mpmodules/calls": Room("calls of modules under a policy: boundaries, custom layers, ports", 1, 4),
     "mpmodules/tracing": Room("Flax's modules as tracers read them", 2, 3),
-    "mpmodules/layers": Room("parts that layers of both wings share", 0, 3),
-    "mpmodules": Room("the face, checkpoints, and what is registered at import", 2, 1),
+    "mpmodules/layers": Room("parts that layers of both APIs share", 0, 3),
+    "mpmodules": Room("the public API, checkpoints, registrations at import", 2, 1),
     "mpmodules/linen": Room("Flax's linen layers under a policy", 0, 2),
     "mpmodules/nnx": Room("Flax's nnx layers under a policy", 1, 2),
     "examples": Room("one file each, to copy from", 0, 1),
-    "benchmarks": Room("ratios beside Flax and others", 1, 0),
+    "benchmarks": Room("ratios to Flax and others", 1, 0),
 }
 # Packages inside of others, which the picture has in their boxes.
 INNER: dict[str, str] = {
     "policy/programs/tracing": "a call as a program of arrays",
     "policy/programs/rewriting": "interpreters, which evaluate a program as another one",
     "policy/programs/reading": "every equation with its place, and values as a graph",
-    "policy/inspect/traced": "a user's call, traced for a report",
+    "policy/inspect/traced": "a traced call of a user",
     "policy/inspect/render": "text of reports",
     "policy/inspect/hlo": "compiled programs: memory, cycles, traffic, collectives",
     "policy/inspect/audit": "the dtypes of a program and its hazards",
     "policy/inspect/audit/checks": "a function for each hazard",
     "policy/inspect/audit/render": "the report as text",
-    "policy/inspect/compare": "a function beside itself in float32",
-    "policy/inspect/estimate": "a policy's cost on devices that need not be there",
+    "policy/inspect/compare": "a function compared with itself in float32",
+    "policy/inspect/estimate": "a policy's cost on absent devices",
     "policy/inspect/monitor": "a train step that returns statistics of its arrays",
     "policy/inspect/runs": "the log of a training run: its page, and advice",
     "policy/inspect/suggest": "the cheapest rules within an error budget",
@@ -176,19 +177,14 @@ def require_rooms(graph: Graph) -> None:
 
 
 def inside(part: str) -> list[str]:
-    """Returns the packages that a box stands for beside its own."""
+    """Returns the packages inside the package of a box."""
     return [inner for inner in INNER if part.count("/") and inner.startswith(f"{part}/")]
 
 
 def table() -> str:
-    """Returns the table of packages, from the ground up, in Markdown."""
-    order = []
-    for part in ROOMS:
-        order += [part, *inside(part)]
+    """Returns the table of the packages inside the boxes, from the ground up, in Markdown."""
     lines = ["| package | its idea |", "|---|---|"]
-    for part in order:
-        idea = INNER[part] if part in INNER else ROOMS[part].idea
-        lines.append(f"| `{part}` | {idea} |")
+    lines += [f"| `{part}` | {INNER[part]} |" for box in ROOMS for part in inside(box)]
     return "\n".join(lines) + "\n"
 
 
