@@ -34,7 +34,7 @@ release = version = globals()["__version__"]
 
 extensions = [
     "myst_nb",
-    "api_reference",  # autodoc, autosummary and napoleon, with their settings
+    "api_reference",  # autodoc and napoleon, with their settings
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",

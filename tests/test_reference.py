@@ -148,16 +148,14 @@ def test_every_public_name_is_described_once_or_named_as_another():
 
 
 @pytest.mark.parametrize("wing", WINGS, ids=lambda wing: wing.__name__)
-def test_names_unchanged_from_flax_are_listed(wing):
-    theirs, page = WINGS[wing], PAGES[wing.__name__.rpartition(".")[2]]
-    listed = set(re.findall(r"`(\w+)`[,.]", page.partition("## Unchanged from Flax\n")[2]))
+def test_names_unchanged_from_flax_are_in_the_stub(wing):
+    theirs = WINGS[wing]
     public = {name: getattr(theirs, name) for name in dir(theirs) if not name.startswith("_")}
     values = {n: one for n, one in public.items() if not isinstance(one, types.ModuleType)}
     same = {name for name, value in values.items() if value is getattr(wing, name)}
-    assert same - listed == set()
     stub = pathlib.Path(wing.__file__ or "").with_suffix(".pyi").read_text(encoding="utf-8")
     flaxs = rf"^from {re.escape(theirs.__name__)}[\w.]* import (\w+) as \1$"
-    assert listed == {n for n in re.findall(flaxs, stub, re.MULTILINE) if not n.startswith("_")}
+    assert same <= {n for n in re.findall(flaxs, stub, re.MULTILINE) if not n.startswith("_")}
 
 
 @pytest.mark.parametrize("name", sorted({*VALUES} - WITHOUT_EXAMPLE))
@@ -242,14 +240,6 @@ def test_every_page_is_in_the_index():
     toctree = re.search(r"```\{toctree\}\n:hidden:\n\n((?:\w+\n)+)```", PAGES["index"])
     assert toctree is not None and set(toctree[1].split()) == others
     assert set(re.findall(r"\]\((\w+)\.md\)", PAGES["index"])) == others
-
-
-@pytest.mark.parametrize("page", sorted(PAGES))
-def test_the_tables_of_a_page_list_its_names(page):
-    tables = re.findall(r"\.\. autosummary::\n +:nosignatures:\n\n((?: +[\w.]+\n)+)", PAGES[page])
-    listed = [name for table in tables for name in table.split()]
-    generated = re.findall(r"^\.\. auto(?:class|function|exception):: (.+)$", PAGES[page], re.M)
-    assert sorted(listed) == sorted(generated)
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:

@@ -1,7 +1,7 @@
 """Sphinx extension of the API reference: readable signatures, and layers of newer Flax releases.
 
-Add this folder to `sys.path` and "api_reference" to `extensions` in conf.py. It sets up autodoc,
-autosummary and napoleon, and their options. It adds
+Add this folder to `sys.path` and "api_reference" to `extensions` in conf.py. It sets up autodoc
+and napoleon, and their options. It adds
 
 - signatures as they are written: annotations keep the names of the code (`DTypeLike`, not the union
   that it stands for), and layers show names and simple defaults;
@@ -175,7 +175,6 @@ def _configure(app: Sphinx, config: Config) -> None:
     config.autodoc_member_order = "bysource"
     config.autodoc_typehints = "none"  # ours stand in the signatures; overloads are for checkers
     config.autodoc_inherit_docstrings = True
-    config.autosummary_generate = False
     config.napoleon_numpy_docstring = False
     config.napoleon_use_ivar = True  # attributes as a list, not as objects of their own
     config.napoleon_attr_annotations = False
@@ -188,7 +187,7 @@ def _configure(app: Sphinx, config: Config) -> None:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Registers the extension."""
-    for extension in ("autodoc", "autosummary", "napoleon"):
+    for extension in ("autodoc", "napoleon"):
         app.setup_extension(f"sphinx.ext.{extension}")
     for field in PyObject.doc_field_types:
         if field.name == "variable":
