@@ -128,7 +128,7 @@ def _fashion_mnist(result: Result) -> list[str]:
             f"- {row['policy']}: {other - mean:+.2%}, standard error {error:.2%}: "
             f"{_verdict(other - mean, error)}"
         )
-    return [table(head, rows), note(NOTES, "convergence_noise"), "\n".join(lines)]
+    return [table(head, rows), "\n".join(lines)]
 
 
 def _language_model(result: Result) -> list[str]:

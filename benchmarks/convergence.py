@@ -185,7 +185,7 @@ def complaints(rows: list[Row]) -> list[str]:
 
 
 HEADER = (
-    *("params, kept beside them", "bytes with both moments"),
+    *("params, masters", "bytes with both moments"),
     *("quadratic: error", "digits: accuracy"),
 )
 

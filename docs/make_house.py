@@ -48,7 +48,9 @@ ROOMS: dict[str, Room] = {
     "policy/command_line": Room("`python -m policy`", 2, 7),
     "policy": Room("the public API: the names that `policy` exports", 1, 6),
     "mpmodules/functions": Room("the maths of layers, arrays in and arrays out", 0, 5),
-    "mpmodules/calls": Room("calls of modules under a policy: boundaries, custom layers, ports", 1, 4),
+    "mpmodules/calls": Room(
+        "calls of modules under a policy: boundaries, custom layers, ports", 1, 4
+    ),
     "mpmodules/tracing": Room("Flax's modules as tracers read them", 2, 3),
     "mpmodules/layers": Room("parts that layers of both APIs share", 0, 3),
     "mpmodules": Room("the public API, checkpoints, registrations at import", 2, 1),

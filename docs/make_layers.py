@@ -31,7 +31,7 @@ class Row:
     Attributes:
       name: the name that Flax exports.
       wide: the computations in reduction_dtype.
-      upstream: Flax's behaviour in half precision.
+      upstream: Flax's behavior in 16 bits.
       tests: a test, ``file::name`` below tests/, for each wing that has the layer or function.
     """
 
@@ -81,10 +81,10 @@ def one(tests: dict[str, str], wing: str) -> dict[str, str]:
 
 
 _BIAS = "the gradient of the bias; the accumulators of matmuls are the backend's"
-_BIAS_UP = "sums the gradient of the bias in half precision"
+_BIAS_UP = "sums the gradient of the bias in 16 bits"
 _NORM = "statistics, scale, bias and their gradients; the result is rounded once"
-_CELL = "initialisers and the gradients of biases; gates are summed in compute_dtype, as in Flax"
-_CELL_UP = "returns float32 from half-precision inputs, or raises"
+_CELL = "initializers and the gradients of biases; gates are summed in compute_dtype, as in Flax"
+_CELL_UP = "returns float32 from 16-bit inputs, or raises"
 
 LAYERS = (
     Row("Dense", _BIAS, _BIAS_UP, one(_MATMUL, "linen")),
@@ -98,7 +98,7 @@ LAYERS = (
     Row(
         "Embed",
         "the gradient of the table",
-        "sums the gradient in half precision: 4096 uses of a row count as 256",
+        "sums the gradient in 16 bits: 4096 uses of a row count as 256",
         _EMBED,
     ),
     Row(
@@ -117,7 +117,7 @@ LAYERS = (
     Row(
         "BatchNorm",
         _NORM,
-        "loses digits if the mean is large; nnx evaluates in half precision",
+        "loses digits if the mean is large; nnx evaluates in 16 bits",
         _NORMS,
     ),
     Row(
@@ -129,38 +129,38 @@ LAYERS = (
     Row(
         "WeightNorm",
         "the norms of the weights",
-        "stores the normalised weights in half precision, against param_dtype",
+        "stores the normalized weights in 16 bits, against param_dtype",
         _WEIGHTS,
     ),
     Row(
         "SpectralNorm",
         "the power iteration and its statistics",
-        "linen stores the normalised weights in half precision, against param_dtype",
+        "linen stores the normalized weights in 16 bits, against param_dtype",
         _WEIGHTS,
     ),
     Row(
         "MultiHeadAttention",
         "logits and softmax; the decode cache is in [cache_dtype](cache.md)",
-        "softmax in half precision, in nnx only with dropout or sown weights; nnx's float32 cache "
+        "softmax in 16 bits, in nnx only with dropout or sown weights; nnx's float32 cache "
         "makes decoding raise",
         _ATTENTION,
     ),
     Row(
         "MultiHeadDotProductAttention",
         "logits and softmax; the decode cache is in [cache_dtype](cache.md)",
-        "softmax in half precision",
+        "softmax in 16 bits",
         one(_DECODE, "linen"),
     ),
     Row(
         "SelfAttention",
         "logits and softmax; the decode cache is in [cache_dtype](cache.md)",
-        "softmax in half precision",
+        "softmax in 16 bits",
         one(_DECODE, "linen"),
     ),
     Row(
         "RoPE",
         "positions, angles, sines, cosines and the rotation",
-        "returns float32 from half-precision inputs",
+        "returns float32 from 16-bit inputs",
         _ROTARY,
     ),
     Row("SimpleCell", _CELL, _CELL_UP, _CELLS),
@@ -181,7 +181,7 @@ LAYERS = (
     Row(
         "PReLU",
         "slope times input, and the gradient of the slope",
-        "multiplies and sums the gradient in half precision",
+        "multiplies and sums the gradient in 16 bits",
         _PRELU,
     ),
     Row(
@@ -205,28 +205,28 @@ FUNCTIONS = (
         "the mean of 128 x 128 ones in bfloat16 is 0.25",
         _POOL,
     ),
-    Row("pool", "the reduction of windows", "reduces in half precision", _POOL),
+    Row("pool", "the reduction of windows", "reduces in 16 bits", _POOL),
     Row(
         "max_pool",
         "the gradient, if more than four windows overlap, and on GPUs",
-        "sums the gradient in half precision",
+        "sums the gradient in 16 bits",
         _MAX_POOL,
     ),
     Row(
         "min_pool",
         "the gradient, if more than four windows overlap, and on GPUs",
-        "sums the gradient in half precision",
+        "sums the gradient in 16 bits",
         one(_MAX_POOL, "nnx"),
     ),
-    Row("softmax", "everything", "exponential, sum and division in half precision", _ACTIVATION),
-    Row("log_softmax", "everything", "exponential and logarithm in half precision", _ACTIVATION),
-    Row("logsumexp", "everything", "exponential and logarithm in half precision", _ACTIVATION),
-    Row("log_sigmoid", "everything", "exponential and logarithm in half precision", _ACTIVATION),
-    Row("softplus", "everything", "exponential and logarithm in half precision", _ACTIVATION),
+    Row("softmax", "everything", "exponential, sum and division in 16 bits", _ACTIVATION),
+    Row("log_softmax", "everything", "exponential and logarithm in 16 bits", _ACTIVATION),
+    Row("logsumexp", "everything", "exponential and logarithm in 16 bits", _ACTIVATION),
+    Row("log_sigmoid", "everything", "exponential and logarithm in 16 bits", _ACTIVATION),
+    Row("softplus", "everything", "exponential and logarithm in 16 bits", _ACTIVATION),
     Row(
         "standardize",
         "everything",
-        "squares in half precision; loses digits if the mean is large",
+        "squares in 16 bits; loses digits if the mean is large",
         _ACTIVATION,
     ),
     Row(
@@ -235,17 +235,17 @@ FUNCTIONS = (
         "as for `standardize`",
         one(_ACTIVATION, "linen"),
     ),
-    Row("dot_product_attention", "logits and softmax", "softmax in half precision", _ATTENTION),
+    Row("dot_product_attention", "logits and softmax", "softmax in 16 bits", _ATTENTION),
     Row(
         "dot_product_attention_weights",
         "logits and softmax",
-        "softmax in half precision",
+        "softmax in 16 bits",
         one(_ATTENTION, "linen"),
     ),
     Row(
         "dot_product_attention_with_rope",
         "rotation, logits and softmax",
-        "makes half-precision queries and keys float32",
+        "makes 16-bit queries and keys float32",
         _ROTARY,
     ),
 )
@@ -321,18 +321,16 @@ def require_complete(wing: str, module: types.ModuleType | None = None) -> None:
 
 
 PROSE = """
-This page lists every layer and function of Flax whose results depend on a dtype, with the part that
-runs in reduction_dtype (float32 under a half-precision policy), and the behaviour of Flax in half
-precision. A name that is not followed by linen or nnx is in both.
+Every layer and function of Flax whose results depend on a dtype, the part that runs in
+reduction_dtype (float32 under a 16-bit policy), and Flax's behavior in 16 bits. A name that is not
+followed by linen or nnx is in both. Everything else is exported unchanged.
 
 Every layer stores its parameters in param_dtype, multiplies in compute_dtype and returns
 compute_dtype, or output_dtype at the [boundary](concepts.md#the-boundary) of a model. The gradient
 of a parameter has the dtype of the parameter. Running statistics are float32. For the backward pass
-a norm, softmax or loss saves the half-precision activation itself, and no float32 copy of it.
+a norm, softmax or loss saves the 16-bit activation, and no float32 copy of it.
 
-Everything else that `flax.linen` and `flax.nnx` export is exported unchanged.
-
-`python docs/make_layers.py` writes the page, and names a test of each layer and function.
+`python docs/make_layers.py` writes the page.
 """
 
 
@@ -368,7 +366,7 @@ def page() -> str:
         lines += [
             f"## {title}",
             "",
-            f"| {title.lower()} | in reduction_dtype | Flax in half precision |",
+            f"| {title.lower()} | in reduction_dtype | Flax in 16 bits |",
         ]
         lines += ["|---|---|---|"]
         lines += [
@@ -376,15 +374,7 @@ def page() -> str:
             for (wide, upstream), group in grouped(rows).items()
         ]
         lines.append("")
-    lines += ["## Exempt", "", *wrapped("Exports of Flax that need no row above, with the reason.")]
-    lines += ["| names | reason |", "|---|---|"]
-    reasons: dict[str, list[str]] = {}
-    for wing in WINGS:
-        for name, reason in EXEMPT[wing].items():
-            reasons.setdefault(reason, []).append(name)
-    for reason, names in reasons.items():
-        listed = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
-        lines.append(f"| {listed} | {reason} |")
+    lines.pop()
     return "\n".join(lines) + "\n"
 
 
