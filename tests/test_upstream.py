@@ -15,7 +15,7 @@ from tests.eight_devices import ROOT, run_python
 
 PAGE = (ROOT / "docs/upstream.md").read_text()
 REPORTS: dict[str, str] = dict(
-    re.findall(r"^## ((?:Flax|Optax): [^\n]*)\n(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE)
+    re.findall(r"^## ((?:Flax|Optax): [^\n]*)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
 )
 # A part of the title, the numbers that the reproduction prints after the change, and how far off
 # they may be.
