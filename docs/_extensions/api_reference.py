@@ -11,6 +11,8 @@ and napoleon, and their options. It adds
       .. since-flax:: 0.12.12
 
          .. autoclass:: mpmodules.nnx.RoPE
+
+- the directive ``command-help``, which shows the help of a command of ``python -m policy``.
 """
 
 from __future__ import annotations
@@ -162,6 +164,19 @@ class SinceFlax(SphinxDirective):
         return self.parse_text_to_nodes(told)
 
 
+class CommandHelp(SphinxDirective):
+    """Shows the output of ``python -m policy COMMAND --help``."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        from policy.command_line.command import _parser
+
+        (commands,) = (a.choices for a in _parser()._actions if isinstance(a.choices, dict))
+        text = commands[self.arguments[0]].format_help()
+        return [nodes.literal_block(text, text, language="text")]
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
 
@@ -194,6 +209,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
             field.label = "Attributes"
     app.add_role("api", api_role)
     app.add_directive("since-flax", SinceFlax)
+    app.add_directive("command-help", CommandHelp)
     app.connect("config-inited", _configure)
     app.connect("autodoc-process-signature", _process_signature)
     app.connect("autodoc-process-docstring", _process_docstring, priority=400)
