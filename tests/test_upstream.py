@@ -76,5 +76,5 @@ def test_every_report_has_its_parts():
     assert len(REPORTS) == len(REPAIRED)
     for title, body in REPORTS.items():
         parts = re.findall(r"^\*\*([\w ]+)\.\*\*", body, re.MULTILINE)
-        wanted = ["What happens", "What should happen", "Cause", "Suggested change"]
+        wanted = ["Result", "Expected", "Cause", "Change"]
         assert parts == wanted, title
