@@ -18,7 +18,7 @@ from flax import nnx
 from flax.core import Scope
 from jax.typing import DTypeLike
 
-from mpmodules.calls.classes import LAYER_OF
+from mpmodules.calls.classes import LAYER_OF, derives_from
 from mpmodules.functions.functional import complex_input, is_wider
 from policy.core.arrays import cast_array, cast_floating, is_floating
 from policy.core.policy import Policy
@@ -32,7 +32,7 @@ from policy.programs.marks import BOUNDARY
 
 
 _REFERENCES = (
-    *(nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef, jax.Ref),
+    *(nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef),
     *(linen.Module, linen.Variable, Scope),
 )
 
@@ -44,7 +44,7 @@ def is_reference(x: Any) -> bool:
     every call and loses the updates of batch statistics. linen Modules, Scopes and Variables are
     references as well.
     """
-    return isinstance(x, _REFERENCES)
+    return isinstance(x, jax.Ref) or derives_from(x, *_REFERENCES)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -119,6 +119,15 @@ _CALLERS = (
 )
 
 
+def derives_from(x: Any, *bases: type) -> bool:
+    """As `isinstance`, but reads the order of inheritance alone.
+
+    The metaclasses of Flax's modules ask every subclass, so `isinstance` with a class of one API
+    would run code of the other.
+    """
+    return any(base in bases for base in type(x).__mro__)
+
+
 @functools.cache
 def is_library(method: Any) -> bool:
     """Returns whether a method is Flax's or ours, also where it is transformed."""
@@ -127,19 +136,19 @@ def is_library(method: Any) -> bool:
 
 def calls_users(module: Any) -> bool:
     """Returns whether a module calls what it is given, unless that is a cell of Flax's or ours."""
-    if not isinstance(module, _CALLERS):
+    if not derives_from(module, *_CALLERS):
         return False
-    if isinstance(module, linen.Sequential | nnx.Sequential):
+    if derives_from(module, linen.Sequential, nnx.Sequential):
         return True
     return not all(map(is_library, _cells_of(module)))
 
 
 def _cells_of(module: Any) -> Iterator[Callable[..., Any]]:
     """Yields the methods of the cells that a loop calls."""
-    if isinstance(module, linen.Bidirectional | nnx.Bidirectional):
+    if derives_from(module, linen.Bidirectional, nnx.Bidirectional):
         yield from _cells_of(module.forward_rnn)
         yield from _cells_of(module.backward_rnn)
-    elif isinstance(module, linen.RNN | nnx.RNN):
+    elif derives_from(module, linen.RNN, nnx.RNN):
         yield type(module.cell).__call__
 
 

@@ -38,6 +38,7 @@ from mpmodules.calls.boundary import (
     nnx_calls,
     with_kept_outputs,
 )
+from mpmodules.calls.classes import derives_from
 from mpmodules.functions.functional import mixing_allowed
 from policy.autocasting import own_code
 from policy.core.arrays import is_floating
@@ -261,7 +262,7 @@ class _Bare(linen.Module):
 FLAX_STATE = frozenset(vars(_Bare(parent=None)))
 
 
-_HELD = (jax.Array, np.ndarray, linen.Variable, FlaxScope, nnx.Pytree, nnx.Variable)
+_HELD = (linen.Variable, FlaxScope, nnx.Pytree, nnx.Variable)
 
 
 def key_of(value: Any, seen: dict[int, int]) -> Hashable:
@@ -275,7 +276,8 @@ def key_of(value: Any, seen: dict[int, int]) -> Hashable:
     Raises:
       TypeError: it holds arrays, variables, or values that are not hashable.
     """
-    if isinstance(value, _HELD) or inspect.ismethod(value):
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    if is_array or inspect.ismethod(value) or derives_from(value, *_HELD):
         raise TypeError(f"{type(value).__name__} is not static.")
     if isinstance(value, str | type | types.ModuleType | None):
         return value
@@ -283,7 +285,7 @@ def key_of(value: Any, seen: dict[int, int]) -> Hashable:
         return float, value.hex()
     if isinstance(value, tuple | list):
         return type(value), tuple(key_of(item, seen) for item in value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict) or derives_from(value, Mapping):
         return type(value), tuple((key, key_of(item, seen)) for key, item in value.items())
     if isinstance(value, nnx.graph.Static):
         return nnx.graph.Static, key_of(value.value, seen)
