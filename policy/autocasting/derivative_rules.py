@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 
 from policy.autocasting.evaluator import Evaluator
 from policy.autocasting.operations import opaque_kind
+from policy.autocasting.requests import with_requests_of_rule
 from policy.autocasting.settings import UnknownPrimitiveError
 from policy.autocasting.values import CastValue, Values, cast
 from policy.programs.dtypes import float_dtype
@@ -19,7 +21,7 @@ from policy.programs.rewriting.interpreter import Body
 def custom_jvp(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
     """Rebuilds a function with a custom_jvp rule: both are rewritten."""
     inside = evaluator.inside(equation)
-    arrays, like_traced = evaluator.flat(values), _dtypes(equation.invars)
+    arrays, compute = evaluator.flat(values), evaluator.place_of(equation).compute
     floats = _floats(arrays)
     body = Body(inside, subprogram(equation, "call"), values)
 
@@ -27,20 +29,25 @@ def custom_jvp(evaluator: Evaluator, equation: Equation, values: Values) -> Valu
     def function(*arrays: Any) -> list[Any]:
         return body.arrays(*arrays)
 
-    def original(given: Sequence[Any], moved: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        before = [given[i] for i in floats]
-        with evaluator.tracing_rules(equation):
+    def rule_of(equation: Equation, primals: Sequence[Any]) -> Any:
+        """Returns the author's rule over abstract values of the traced dtypes."""
+
+        def original(given: Sequence[Any], moved: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            before = [given[i] for i in floats]
             return jax.jvp(
                 lambda *before: bind(equation, _filled(given, floats, before)), before, moved
             )
 
+        before = list(map(cast, primals, _dtypes(equation.invars)))
+        return jax.make_jaxpr(original)(before, [before[i] for i in floats])
+
     @function.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
-        # The author's rule of the original function, over abstract values of the traced dtypes.
-        before = list(map(cast, primals, like_traced))
-        rule = jax.make_jaxpr(original)(before, [before[i] for i in floats])
+        with evaluator.tracing_rules(equation):
+            again = functools.partial(rule_of, primals=primals)
+            rule = with_requests_of_rule(again(equation), equation, again, compute)
         moved = [tangents[i] for i in floats]
-        run = Body(inside, rule, [*values, *[CastValue(t) for t in moved]])
+        run = Body(inside, rule, [*values, *[CastValue(t, is_tangent=True) for t in moved]])
         outputs = run.arrays(*primals, *moved)
         half = len(outputs) // 2
         given, moved = outputs[:half], outputs[half:]
@@ -106,31 +113,52 @@ class _VjpRules:
         self.equation, self.values = equation, values
         self.inside, self.arrays = evaluator.inside(equation), evaluator.flat(values)
         self.scope = lambda: evaluator.tracing_rules(equation)
+        self.compute = evaluator.place_of(equation).compute
         self.closed_over = equation.params.get("num_consts", 0)
         self.floats = [i for i in _floats(self.arrays) if i >= self.closed_over]
         self.backward: Any = None
 
     def original(self, *given: Any) -> tuple[list[Any], Any]:
         """Returns the results and the pullback of the function as its author wrote them."""
-        given = tuple(map(cast, given, _dtypes(self.equation.invars)))
+        return self._differentiated(self.equation, *given)
+
+    def _differentiated(self, equation: Equation, *given: Any) -> tuple[list[Any], Any]:
+        given = tuple(map(cast, given, _dtypes(equation.invars)))
         moved = [given[i] for i in self.floats]
         with self.scope():
             return jax.vjp(
-                lambda *moved: bind(self.equation, _filled(given, self.floats, moved)), *moved
+                lambda *moved: bind(equation, _filled(given, self.floats, moved)), *moved
             )
 
     def forward(self, *given: Any) -> tuple[list[Any], list[Any]]:
         """Returns the results and the residuals of the rewritten function."""
-        before = list(map(cast, given, _dtypes(self.equation.invars)))
-        forward, (outputs, pullback) = jax.make_jaxpr(self.original, return_shape=True)(*before)
+        programs = self._traced(self.equation, given)
+        forward, self.backward = (
+            with_requests_of_rule(
+                program,
+                self.equation,
+                lambda second, i=i: self._traced(second, given)[i],
+                self.compute,
+            )
+            for i, program in enumerate(programs)
+        )
+        results = Body(self.inside, forward, self.values).arrays(*given)
+        count = len(self.equation.outvars)
+        return results[:count], results[count:]
+
+    def _traced(self, equation: Equation, given: Sequence[Any]) -> tuple[Any, Any]:
+        """Returns the programs of the rules of an equation, on values of the traced dtypes."""
+        before = list(map(cast, given, _dtypes(equation.invars)))
+        original = functools.partial(self._differentiated, equation)
+        forward, (outputs, pullback) = jax.make_jaxpr(original, return_shape=True)(*before)
         residuals, treedef = jax.tree.flatten(pullback)
+        dtypes = _dtypes(equation.outvars)
 
         def pulled_back(saved: list[Any], cotangents: list[Any]) -> Any:
-            return self.pulled_back(jax.tree.unflatten(treedef, saved), cotangents)
+            with self.scope():
+                return jax.tree.unflatten(treedef, saved)(list(map(cast, cotangents, dtypes)))
 
-        self.backward = jax.make_jaxpr(pulled_back)(residuals, outputs)
-        results = Body(self.inside, forward, self.values).arrays(*given)
-        return results[: len(outputs)], results[len(outputs) :]
+        return forward, jax.make_jaxpr(pulled_back)(residuals, outputs)
 
     def pulled_back(self, saved: Any, cotangents: Sequence[Any]) -> Any:
         """Returns the cotangents of `floats`, for residuals of `forward` or `original`'s

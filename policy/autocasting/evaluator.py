@@ -165,6 +165,9 @@ class Evaluator(Interpreter[CastValue]):
         # Widened where it is first read: a report attributes the cast to that module.
         values = [value.widened_param() if value.is_shared else value for value in values]
         outputs = self._evaluated(equation, values)
+        if any(value.is_tangent for value in values):
+            for output in outputs:
+                output.is_tangent = True
         return [self._noted(v, one) for v, one in zip(equation.outvars, outputs, strict=True)]
 
     def _noted(self, variable: Any, value: CastValue) -> CastValue:

@@ -74,13 +74,18 @@ def _named(precision: str | None) -> Any:
 def _unrounded(
     equation: Equation, params: dict[str, Any], values: Values, dtype: np.dtype
 ) -> CastValue:
-    """Returns a float32 product of operands in `dtype`, in which backward multiplies too."""
+    """Returns a float32 product of operands in `dtype`, in which backward multiplies too.
+
+    A tangent is the product in `dtype`, as that of `accumulating`, since its transpose is backward.
+    """
     lhs, rhs, *others = (v.as_dtype(dtype) if v.is_float else v.array for v in values)
 
     def multiply(lhs: Any, rhs: Any, preferred_element_type: Any = dtype) -> Any:
         result = {"preferred_element_type": np.dtype(preferred_element_type)}
         return bind(equation, [lhs, rhs, *others], params | result)[0]
 
+    if any(value.is_tangent for value in values):
+        return CastValue(multiply(lhs, rhs).astype(F32))
     return CastValue(accumulating(multiply, F32)(lhs, rhs))
 
 

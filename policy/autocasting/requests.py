@@ -7,6 +7,7 @@ Matmuls of both traces stand in one order; those of the first are marked with wh
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -17,6 +18,7 @@ import re
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,14 +27,17 @@ import jax.extend.core as jex_core
 import numpy as np
 
 from policy.core.messages import warn_once
-from policy.core.scope import Scope
+from policy.core.scope import Scope, current_scope, enter
 from policy.programs import marks, primitives
 from policy.programs.dtypes import F32, float_dtype, is_half
 from policy.programs.jaxprs import (
     Equation,
     OpenJaxpr,
+    bind,
     equations_of,
     opened,
+    programs_of,
+    runs_any,
     subprograms,
     with_subprograms,
 )
@@ -41,7 +46,9 @@ from policy.programs.thread import during, thread
 _SPEAKS = re.compile("astype|asarray|float32|f32|preferred_element_type|convert_element_type")
 _FLOAT32 = re.compile("float32|f32", re.IGNORECASE)
 _CASTS = {"astype", "_astype", "meth", "array", "asarray", "__call__", "convert_element_type"}
-_PLUMBING = re.compile(r"_convert_element_type|bind|process_primitive|current|cache_miss|reraise")
+_PLUMBING = re.compile(
+    "_convert_element_type|bind|process_primitive|current|cache_miss|reraise|jvp|<genexpr>"
+)
 _LAYERS = ("linear.py", "attention.py", "recurrent.py")
 _TREES = re.compile(r"jax._src.tree(_util)?\.py$")
 _SUMS = re.compile("reduce|cum|arg|sort")
@@ -52,7 +59,9 @@ _HALF, _PROMOTED, _CAST = "half", "promoted", "cast"
 _DERIVED, _REDUCED, _OTHER = "derived", "reduced", "other"
 
 
-def with_requests(jaxpr: Any, again: Callable[[], Any], half: np.dtype) -> Any:
+def with_requests(
+    jaxpr: Any, again: Callable[[], Any], half: np.dtype, *, is_asked: bool = False
+) -> Any:
     """Returns a closed jaxpr, traced in float32, whose matmuls are marked with what lines say.
 
     Warns of lines that cast operands to float32 and leave open whether the matmul is to be one.
@@ -61,53 +70,126 @@ def with_requests(jaxpr: Any, again: Callable[[], Any], half: np.dtype) -> Any:
       jaxpr: the program.
       again: traces its function in compute_dtype.
       half: compute_dtype.
+      is_asked: traces it again whatever the source of its matmuls says.
     """
     if not is_half(half) or thread.traced_dtype is not None or thread.is_summary:
         return jaxpr
-    first: list[Equation] = []
+    first = _Lines()
     kept = dict.fromkeys(map(id, _matmuls_and_kept(opened(jaxpr)[0], first)), marks.UNROUNDED)
-    said = kept | (_said(first, again, half) if _speaks(first) else {})
+    said = kept | (_said(first, again, half) if is_asked or _speaks(first) else {})
     return _marked(jaxpr, said, {}) if said else jaxpr
 
 
-def _said(first: Sequence[Equation], again: Callable[[], Any], half: np.dtype) -> dict[int, str]:
+def with_requests_of_rule(
+    rule: Any, equation: Equation, again: Callable[[Equation], Any], half: np.dtype
+) -> Any:
+    """Returns a program of a derivative rule with its matmuls marked as `with_requests` does.
+
+    Args:
+      rule: the closed jaxpr, traced in float32.
+      equation: the one of the function that has the rule.
+      again: returns the rule's program for the equation of the second trace.
+      half: compute_dtype.
+    """
+    second = _second.get(_rule_of(equation))
+    if second is None:
+        return rule
+    return with_requests(rule, lambda: again(second), half, is_asked=True)
+
+
+_second: weakref.WeakKeyDictionary[Any, Equation] = weakref.WeakKeyDictionary()
+"""Equations of second traces, by the derivative rules of those of the first."""
+
+
+def _trace_rule(equation: Equation) -> None:
+    """Traces the derivative rule of an equation, which JAX keeps.
+
+    While a program is differentiated, JAX gives the equations of a rule the traceback of its call.
+    """
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
+    places = [i for i, aval in enumerate(avals) if float_dtype(aval) is not None]
+
+    def differentiated(*arrays: Any) -> Any:
+        def function(*floats: Any) -> Any:
+            given = dict(zip(places, floats, strict=True))
+            return bind(equation, [given.get(i, array) for i, array in enumerate(arrays)])
+
+        return jax.vjp(function, *(arrays[i] for i in places))[0]
+
+    with (
+        contextlib.suppress(Exception),
+        enter(retracing(current_scope(), np.dtype(thread.traced_dtype))),
+    ):
+        jax.eval_shape(differentiated, *avals)
+
+
+def _rule_of(equation: Equation) -> Any:
+    """Returns the function that traces the derivative rule of an equation, or None."""
+    params = equation.params
+    rule = params.get("jvp_jaxpr_fun") or params.get("fwd_jaxpr_thunk")
+    return getattr(rule, "f", rule)
+
+
+class _Lines(list[Equation]):
+    """The matmuls of a program in the order of their calls, but for those of layers.
+
+    Attributes:
+      with_rules: the equations of functions with derivative rules of their own and matmuls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.with_rules: list[Equation] = []
+
+    def note(self, equation: Equation) -> None:
+        """Adds an equation that is a matmul, or has derivative rules."""
+        if equation.primitive.name in primitives.MATMULS:
+            self.append(equation)
+        elif _rule_of(equation) is not None and any(
+            runs_any(program, primitives.MATMULS) for program in programs_of(equation)
+        ):
+            self.with_rules.append(equation)
+
+
+def _said(first: _Lines, again: Callable[[], Any], half: np.dtype) -> dict[int, str]:
     """Returns the marks of matmuls by their identities, and warns of open ones."""
     settings = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
     try:
         with settings[0], settings[1], during(traced_dtype=half), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            second = _Matmuls.of(again())
+            second = _Matmuls(again())
+            for equation in second.with_rules:
+                _trace_rule(equation)
     except Exception:  # code for float32 alone
         return {}
     shapes = [[tuple(v.aval.shape for v in e.invars) for e in found] for found in (first, second)]
     if shapes[0] != shapes[1]:
         return {}
+    if len(first.with_rules) == len(second.with_rules):
+        _second.update(zip(map(_rule_of, first.with_rules), second.with_rules, strict=True))
     said: dict[int, str] = {}
     for equation, line, operands in zip(first, second, second.operands, strict=True):
         request = _request(line, operands[:2])
         if request == "told" and _CAST not in operands and not second.casts & _writers(line):
             request = ""  # computed from a cast that another function wrote
         if request == "told" or said.get(id(equation), request) != request:
-            _tell(equation, half)
+            _tell(line, half)
             request = ""
         said[id(equation)] = request
     return {number: mark for number, mark in said.items() if mark}
 
 
-def _matmuls_and_kept(body: OpenJaxpr, found: list[Equation]) -> list[Equation]:
-    """Adds the matmuls of a program to `found`, in the order of `_Matmuls`, and returns those that
-    make results of modules whose own policy returns them unrounded.
+def _matmuls_and_kept(body: OpenJaxpr, found: _Lines) -> list[Equation]:
+    """Adds the matmuls of a program to `found`, and returns those that make results of modules
+    whose own policy returns them unrounded.
     """
     atoms, kept = [], []
     for equation in equations_of(body):
-        name = equation.primitive.name
-        if name in primitives.CASTS:
+        if equation.primitive.name in primitives.CASTS:
             atoms += equation.invars if marks.mark_of(equation) == marks.KEPT else ()
-        elif name in primitives.MATMULS:
-            if not _is_of_layer(equation):
-                found.append(equation)
-        elif (inside := subprograms(equation)) and not _is_of_layer(equation):
-            for one in inside:
+        elif not _is_of_layer(equation):
+            found.note(equation)
+            for one in subprograms(equation):
                 if one.is_run and one.operands is not None:
                     kept += _matmuls_and_kept(one.body, found)
     return [*kept, *_makers_of(body, atoms)] if atoms else kept
@@ -153,24 +235,20 @@ def _request(equation: Equation, operands: Sequence[str]) -> str:
     return "told" if _CAST in found or _DERIVED in found or both else ""
 
 
-class _Matmuls(list[Equation]):
-    """The matmuls of a program in the order of their calls, but for those of layers.
+class _Matmuls(_Lines):
+    """The matmuls of a second trace.
 
     Attributes:
       operands: what their operands are.
       casts: the code of functions that cast to float32.
     """
 
-    operands: list[list[str]]
-    casts: set[Any]
-
-    @classmethod
-    def of(cls, jaxpr: Any) -> _Matmuls:
+    def __init__(self, jaxpr: Any):
+        super().__init__()
+        self.operands: list[list[str]] = []
+        self.casts: set[Any] = set()
         body, _ = opened(jaxpr)
-        found = cls()
-        found.operands, found.casts = [], set()
-        found.run(body, [_of(v.aval) for v in body.invars])
-        return found
+        self.run(body, [_of(v.aval) for v in body.invars])
 
     def run(self, body: OpenJaxpr, given: Sequence[str]) -> list[str]:
         """Notes the matmuls of a program, and returns what its outputs are."""
@@ -191,6 +269,7 @@ class _Matmuls(list[Equation]):
         name = equation.primitive.name
         if _is_of_layer(equation):
             return results
+        self.note(equation)
         inside = subprograms(equation)
         for one in inside:
             if one.is_run and one.operands is not None:
@@ -199,7 +278,6 @@ class _Matmuls(list[Equation]):
         if inside:
             return results
         if name in primitives.MATMULS:
-            self.append(equation)
             self.operands.append(values)
             return results
         if results != [_OTHER] or marks.mark_of(equation) is not None:
@@ -310,7 +388,11 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _TRACES = tuple(
     os.path.join(_HERE, *path)
-    for path in (("programs", "tracing", "pure_calls.py"), ("autocasting", "transform.py"))
+    for path in (
+        ("programs", "tracing", "pure_calls.py"),
+        ("autocasting", "transform.py"),
+        ("autocasting", "derivative_rules.py"),
+    )
 )
 _OURS = tuple(os.path.join(os.path.dirname(_HERE), name, "") for name in ("policy", "mpmodules"))
 

@@ -44,6 +44,7 @@ class CastValue:
       is_shared: whether it is a half-precision param that several operations read, in float32.
       codes: what it was widened from, of a parameter that is stored in 8 or 4 bits.
       is_mask: whether it is made of numbers, bools and integers alone, as a one-hot array.
+      is_tangent: whether it is computed from tangents of a derivative rule.
     """
 
     array: Any
@@ -58,6 +59,7 @@ class CastValue:
     is_shared: bool = False
     codes: QuantizedArray | None = None
     is_mask: bool = False
+    is_tangent: bool = False
 
     @property
     def dtype(self) -> Any:
