@@ -52,6 +52,7 @@ _PLUMBING = re.compile(
 _LAYERS = ("linear.py", "attention.py", "recurrent.py")
 _TREES = re.compile(r"jax._src.tree(_util)?\.py$")
 _SUMS = re.compile("reduce|cum|arg|sort")
+_ELEMENTWISE = primitives.PRODUCTS | primitives.FORWARD_ADDITIONS | {"tanh", "logistic"}
 
 # The operands of a matmul in the second trace: compute_dtype, the same as JAX promoted it, cast by
 # a line that names float32, computed from such values elementwise or with a sum, and others.
@@ -75,8 +76,10 @@ def with_requests(
     if not is_half(half) or thread.traced_dtype is not None or thread.is_summary:
         return jaxpr
     first = _Lines()
-    kept = dict.fromkeys(map(id, _matmuls_and_kept(opened(jaxpr)[0], first)), marks.UNROUNDED)
-    said = kept | (_said(first, again, half) if is_asked or _speaks(first) else {})
+    body, _ = opened(jaxpr)
+    kept = dict.fromkeys(map(id, _matmuls_and_kept(body, first)), marks.UNROUNDED)
+    is_asked = is_asked or _speaks(first) or any(map(_is_by_caster, _elementwise_of(body)))
+    said = kept | (_said(jaxpr, first, again, half) if is_asked else {})
     return _marked(jaxpr, said, {}) if said else jaxpr
 
 
@@ -151,8 +154,8 @@ class _Lines(list[Equation]):
             self.with_rules.append(equation)
 
 
-def _said(first: _Lines, again: Callable[[], Any], half: np.dtype) -> dict[int, str]:
-    """Returns the marks of matmuls by their identities, and warns of open ones."""
+def _said(jaxpr: Any, first: _Lines, again: Callable[[], Any], half: np.dtype) -> dict[int, str]:
+    """Returns the marks of equations by their identities, and warns of open matmuls."""
     settings = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
     try:
         with settings[0], settings[1], during(traced_dtype=half), warnings.catch_warnings():
@@ -176,7 +179,36 @@ def _said(first: _Lines, again: Callable[[], Any], half: np.dtype) -> dict[int, 
             _tell(line, half)
             request = ""
         said[id(equation)] = request
+    said |= _said_elementwise(jaxpr, second)
     return {number: mark for number, mark in said.items() if mark}
+
+
+def _said_elementwise(jaxpr: Any, second: _Matmuls) -> dict[int, str]:
+    """Returns the marks of sums, products and bounded functions of operands that lines cast to
+    float32. A program that several calls run is marked if all of them ask for it.
+    """
+    found, is_asked = zip(*second.elementwise, strict=True) if second.elementwise else ((), ())
+    first = list(_elementwise_of(opened(jaxpr)[0])) if any(is_asked) else []
+    if list(map(_kind, first)) != list(map(_kind, found)):
+        return {}
+    others = {id(each) for each, asks in zip(first, is_asked, strict=True) if not asks}
+    return {id(each): marks.in_float32() for each in first if id(each) not in others}
+
+
+def _kind(equation: Equation) -> Any:
+    return equation.primitive, equation.outvars[0].aval.shape
+
+
+def _elementwise_of(body: OpenJaxpr) -> Iterator[Equation]:
+    """Yields the elementwise equations of a program, in the order of `_Matmuls`."""
+    for equation in equations_of(body):
+        if _is_of_layer(equation):
+            continue
+        if equation.primitive.name in _ELEMENTWISE and _of(equation.outvars[0].aval):
+            yield equation
+        for one in subprograms(equation):
+            if one.is_run and one.operands is not None:
+                yield from _elementwise_of(one.body)
 
 
 def _matmuls_and_kept(body: OpenJaxpr, found: _Lines) -> list[Equation]:
@@ -230,7 +262,7 @@ def _request(equation: Equation, operands: Sequence[str]) -> str:
     if found == {_HALF} and asked is not None and np.dtype(asked) == F32:
         return marks.UNROUNDED
     if _CAST in found and is_wide:
-        return marks.matmul_in_float32()
+        return marks.in_float32()
     both = found <= {_DERIVED, _REDUCED}
     return "told" if _CAST in found or _DERIVED in found or both else ""
 
@@ -241,10 +273,12 @@ class _Matmuls(_Lines):
     Attributes:
       operands: what their operands are.
       casts: the code of functions that cast to float32.
+      elementwise: the elementwise equations, and whether lines cast all of their operands.
     """
 
     def __init__(self, jaxpr: Any):
         super().__init__()
+        self.elementwise: list[tuple[Equation, bool]] = []
         self.operands: list[list[str]] = []
         self.casts: set[Any] = set()
         body, _ = opened(jaxpr)
@@ -280,6 +314,8 @@ class _Matmuls(_Lines):
         if name in primitives.MATMULS:
             self.operands.append(values)
             return results
+        if name in _ELEMENTWISE and results[0]:
+            self.elementwise.append((equation, set(_scaled(equation, values)) == {_CAST}))
         if results != [_OTHER] or marks.mark_of(equation) is not None:
             return results
         result = _of_float32(equation, values)
@@ -300,16 +336,17 @@ def _of_float32(equation: Equation, values: list[str]) -> str:
         return _cast_by(equation)
     if len(set(floats)) == 1 and (name in primitives.MOVES_DATA | primitives.BROADCASTS):
         return floats[0]
-    scaled = [v for v, atom in zip(values, equation.invars, strict=True) if v and _rank(atom)]
-    if name in primitives.PRODUCTS and scaled == [_CAST]:
+    if name in primitives.PRODUCTS and _scaled(equation, values) == [_CAST]:
         return _CAST  # by a number
     if {_CAST, _DERIVED, _REDUCED}.intersection(floats):
         return _REDUCED if _REDUCED in floats or _SUMS.match(name) else _DERIVED
     return _OTHER
 
 
-def _rank(atom: Any) -> int:
-    return len(getattr(atom.aval, "shape", ()))
+def _scaled(equation: Equation, values: Sequence[str]) -> list[str]:
+    """Returns what the operands of an equation are that are no numbers."""
+    pairs = zip(values, equation.invars, strict=True)
+    return [value for value, atom in pairs if value and getattr(atom.aval, "shape", ())]
 
 
 def _cast_by(equation: Equation) -> str:
@@ -450,6 +487,17 @@ def _speaks(equations: Sequence[Equation]) -> bool:
         for code in codes
         for said in (*code.co_names, *(str(each) for each in code.co_consts if _is_text(each)))
     )
+
+
+def _is_by_caster(equation: Equation) -> bool:
+    """Returns whether the function that runs an equation casts to float32."""
+    return any(map(_casts_to_float32, _writers(equation)))
+
+
+@functools.lru_cache(4096)
+def _casts_to_float32(code: types.CodeType) -> bool:
+    names = " ".join(code.co_names)
+    return bool(_SPEAKS.search(names) and _FLOAT32.search(names))
 
 
 def _with_nested(code: types.CodeType) -> Iterator[types.CodeType]:

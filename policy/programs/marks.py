@@ -75,8 +75,8 @@ def computes_in(
     return jax.named_scope(_name_of(dtype, matmul, precision))
 
 
-def matmul_in_float32() -> str:
-    """Returns the mark of a matmul whose operands a line casts to float32."""
+def in_float32() -> str:
+    """Returns the mark of an operation whose operands a line casts to float32."""
     return _name_of(F32, None, "highest")
 
 
