@@ -19,7 +19,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +44,7 @@ from policy.programs.jaxprs import (
 from policy.programs.thread import during, thread
 
 _SPEAKS = re.compile("astype|asarray|float32|f32|preferred_element_type|convert_element_type")
+_GIVES = re.compile(r"preferred_element_type|\bdtype\b.*(float32|f32)|force_float32_reductions")
 _FLOAT32 = re.compile("float32|f32", re.IGNORECASE)
 _CASTS = {"astype", "_astype", "meth", "array", "asarray", "__call__", "convert_element_type"}
 _PLUMBING = re.compile(
@@ -56,7 +57,7 @@ _ELEMENTWISE = primitives.PRODUCTS | primitives.FORWARD_ADDITIONS | {"tanh", "lo
 
 # The operands of a matmul in the second trace: compute_dtype, the same as JAX promoted it, cast by
 # a line that names float32, computed from such values elementwise or with a sum, and others.
-_HALF, _PROMOTED, _CAST = "half", "promoted", "cast"
+_HALF, _PROMOTED, _CAST, _GIVEN = "half", "promoted", "cast", "given"
 _DERIVED, _REDUCED, _OTHER = "derived", "reduced", "other"
 
 
@@ -179,6 +180,11 @@ def _said(jaxpr: Any, first: _Lines, again: Callable[[], Any], half: np.dtype) -
             _tell(line, half)
             request = ""
         said[id(equation)] = request
+    if [_HALF, _HALF] in second.operands:
+        pairs = zip(second, second.operands, strict=True)
+        _tell_layers((line for line, given in pairs if given[:2] == [_GIVEN, _GIVEN]), half)
+    for line in second.normalizations:
+        _tell_normalization(line)
     said |= _said_elementwise(jaxpr, second)
     return {number: mark for number, mark in said.items() if mark}
 
@@ -274,11 +280,13 @@ class _Matmuls(_Lines):
       operands: what their operands are.
       casts: the code of functions that cast to float32.
       elementwise: the elementwise equations, and whether lines cast all of their operands.
+      normalizations: squares of Flax's normalizations in compute_dtype.
     """
 
     def __init__(self, jaxpr: Any):
         super().__init__()
         self.elementwise: list[tuple[Equation, bool]] = []
+        self.normalizations: list[Equation] = []
         self.operands: list[list[str]] = []
         self.casts: set[Any] = set()
         body, _ = opened(jaxpr)
@@ -316,6 +324,8 @@ class _Matmuls(_Lines):
             return results
         if name in _ELEMENTWISE and results[0]:
             self.elementwise.append((equation, set(_scaled(equation, values)) == {_CAST}))
+        if name in ("square", "integer_pow") and results == [_HALF] and _normalization_of(equation):
+            self.normalizations.append(equation)
         if results != [_OTHER] or marks.mark_of(equation) is not None:
             return results
         result = _of_float32(equation, values)
@@ -360,6 +370,8 @@ def _cast_by(equation: Equation) -> str:
         file, name = code.co_filename, code.co_name
         if not file.startswith(_JAX):
             is_cast = bool(names & _CASTS) and not names - _CASTS and not _is_library(file)
+            if _is_flax(file):
+                return _GIVEN
             return _CAST if is_cast and _names_float32(code, offset) else _PROMOTED
         if not _PLUMBING.search(name) and not _TREES.search(file):
             names.add(name)
@@ -468,12 +480,11 @@ def _speaks(equations: Sequence[Equation]) -> bool:
     A layer of Flax's may have been given a preferred_element_type anywhere in the file that calls
     it.
     """
-    inside = [list(_inside(equation)) for equation in equations]
-    for codes in inside:
-        files = {code.co_filename for code in codes}
-        if any(map(_is_layers, files)) and any(map(_asks_for_results, files)):
-            return True
-    own = {code for codes in inside for code in codes if not _is_flax(code.co_filename)}
+    inside = {code for equation in equations for code in _inside(equation)}
+    files = {code.co_filename for code in inside}
+    if any(map(_is_layers, files)) and any(map(_gives_dtypes, files)):
+        return True
+    own = {code for code in inside if not _is_flax(code.co_filename)}
     around = [each for code in own for each in _with_nested(code)]
     called = {
         found
@@ -490,8 +501,27 @@ def _speaks(equations: Sequence[Equation]) -> bool:
 
 
 def _is_by_caster(equation: Equation) -> bool:
-    """Returns whether the function that runs an equation casts to float32."""
-    return any(map(_casts_to_float32, _writers(equation)))
+    """Returns whether the function that runs an equation casts to float32, or tells a
+    normalization of Flax's how to compute.
+    """
+    is_normalization = _normalization_of(equation) is not None
+    return any(
+        _casts_to_float32(code) or (is_normalization and _gives_dtypes(code.co_filename))
+        for code in _writers(equation)
+    )
+
+
+def _normalization_of(equation: Equation) -> str | None:
+    """Returns the class of Flax's normalization whose statistics an equation computes, or None."""
+    codes = _frames(equation)[0]
+    names = [code.co_name for code in codes if _is_flax(code.co_filename)]
+    if "_compute_stats" not in names[:2]:
+        return None
+    return next((_class_of(code) for code in codes if code.co_name == "__call__"), None)
+
+
+def _class_of(code: types.CodeType) -> str:
+    return code.co_qualname.split(".")[0]
 
 
 @functools.lru_cache(4096)
@@ -507,9 +537,10 @@ def _with_nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _with_nested(each)
 
 
-def _asks_for_results(file: str) -> bool:
-    text = "".join(linecache.getlines(file))
-    return not _is_flax(file) and "preferred_element_type" in text
+@functools.lru_cache(256)
+def _gives_dtypes(file: str) -> bool:
+    """Returns whether a file may give layers of Flax's a dtype, or one of their results."""
+    return not _is_flax(file) and bool(_GIVES.search("".join(linecache.getlines(file))))
 
 
 def _is_text(constant: Any) -> bool:
@@ -556,16 +587,40 @@ def _functions_of(file: str) -> dict[str, list[Any]]:
 
 
 def _tell(equation: Equation, half: np.dtype) -> None:
-    file, function, line = "", "a function", 0
+    function, line = _place_of(equation)
+    warn_once(
+        f"{function}, at {line}, multiplies a value that was cast to float32, and the policy runs "
+        f"that matmul in {half}. For float32, cast both operands where they are multiplied, or "
+        f"write `with full_precision():` around it; for {half}, leave out the cast."
+    )
+
+
+def _tell_layers(lines: Iterable[Equation], half: np.dtype) -> None:
+    for line in lines:
+        layer = [code for code in _frames(line)[0] if _is_layers(code.co_filename)][-1]
+        if layer.co_qualname == "Embed.attend" and "nnx" in layer.co_filename:
+            continue  # whose dtype is that of its table
+        warn_once(
+            f"{_class_of(layer)}, called at {_place_of(line)[1]}, has dtype=float32, which other "
+            f"matmuls have not, and the policy runs all of them in {half}. For float32, call it "
+            "in `with full_precision():`, or give a rule for it, such as {'head': 'float32'}; for "
+            f"{half}, leave out its dtype."
+        )
+
+
+def _tell_normalization(line: Equation) -> None:
+    warn_once(
+        f"{_normalization_of(line)}, called at {_place_of(line)[1]}, has "
+        "force_float32_reductions=False, and the policy computes its statistics in float32: leave "
+        "that argument out."
+    )
+
+
+def _place_of(equation: Equation) -> tuple[str, str]:
+    """Returns the function that runs an equation, and the file, number and text of its line."""
     for code, offset in zip(*_frames(equation), strict=True):
         if not _is_library(code.co_filename):
-            file, function = code.co_filename, code.co_qualname
             line = equation.source_info.traceback.code_addr2line(code, offset)
-            break
-    source = linecache.getline(file, line).strip()
-    warn_once(
-        f"{function}, at {os.path.basename(file)}:{line} (`{source}`), multiplies a value that was "
-        f"cast to float32, and the policy runs that matmul in {half}. For float32, cast both "
-        "operands where they are multiplied, or write `with full_precision():` around it; for "
-        f"{half}, leave out the cast."
-    )
+            text = linecache.getline(code.co_filename, line).strip()
+            return code.co_qualname, f"{os.path.basename(code.co_filename)}:{line} (`{text}`)"
+    return "a function", "an unknown line"
