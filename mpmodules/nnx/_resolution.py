@@ -180,10 +180,12 @@ def warn_of_parts(module: Any, arguments: Any) -> None:
 
 
 def warn_of_builder(cls: type, policy: Policy, frame: types.FrameType | None) -> None:
-    """Warns where a module of Flax's, which obeys no policy, builds one of ours of class `cls`."""
+    """Warns where a method of a module of Flax's, which obeys no policy, builds one of ours of
+    class `cls`.
+    """
     while frame is not None and not is_float32(policy):
-        name, arguments = frame.f_code.co_name, frame.f_code.co_varnames
-        builder = frame.f_locals.get(arguments[0]) if name == "__init__" and arguments else None
+        arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        builder = frame.f_locals.get(arguments[0]) if arguments else None
         if isinstance(builder, flax_nnx.Module):
             if remedy := remedy_for(type(builder), "nnx"):
                 warn_once(f"{remedy} Layers of mpmodules in it, such as {cls.__name__}, do.")

@@ -59,6 +59,7 @@ _ELEMENTWISE = primitives.PRODUCTS | primitives.FORWARD_ADDITIONS | {"tanh", "lo
 # a line that names float32, computed from such values elementwise or with a sum, and others.
 _HALF, _PROMOTED, _CAST, _GIVEN = "half", "promoted", "cast", "given"
 _DERIVED, _REDUCED, _OTHER = "derived", "reduced", "other"
+_NARROW = {_HALF, _PROMOTED, _GIVEN}
 
 
 def with_requests(
@@ -263,7 +264,7 @@ def retracing(scope: Scope, half: np.dtype) -> Scope:
 
 def _request(equation: Equation, operands: Sequence[str]) -> str:
     """Returns the mark of a matmul, "" of a line that says nothing, or "told" of an open one."""
-    found, is_wide = set(operands), not {_HALF, _PROMOTED}.intersection(operands)
+    found, is_wide = set(operands), not _NARROW.intersection(operands)
     asked = equation.params.get("preferred_element_type")
     if found == {_HALF} and asked is not None and np.dtype(asked) == F32:
         return marks.UNROUNDED

@@ -32,34 +32,9 @@ MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_
 MOVES = ("reshape", "broadcast_in_dim", "squeeze", "transpose", "slice", "concatenate", "tile")
 CASTS = ("convert_element_type", "reduce_precision")
 HALF = ("bfloat16", "float16")
-# Cells that are silent today, by the ways that apply it: a repair takes its own away.
-SILENT = {
-    "linen nnx port_linen port_nnx autocast": """
-casts in jax.custom_jvp; precision= in jax.custom_jvp; preferred= in jax.custom_jvp;
-x.astype(f32) * x.astype(f32)
-""",
-    "autocast": """
-Dense(dtype=f32); DenseGeneral(dtype=f32); Conv(dtype=f32); ConvTranspose(dtype=f32);
-Einsum(dtype=f32); Embed(dtype=f32).attend; attention(dtype=f32); SimpleCell(dtype=f32);
-LSTMCell(dtype=f32); GRUCell(dtype=f32);
-LayerNorm(force_float32_reductions=False)
-""",
-    # After a block in which the same policy was obeyed; else they are told.
-    "mistakes": "flax.linen in use_policy; flax.nnx in use_policy; ours in flax.nnx",
-}
-
-
-def pending() -> dict[str, set[str]]:
-    """Returns the names of the cells, by column."""
-    found: dict[str, set[str]] = {}
-    for columns, text in SILENT.items():
-        names = {name.strip() for name in text.split(";") if name.strip()}
-        for column in columns.split():
-            found[column] = found.get(column, set()) | names
-    return found
-
-
-PENDING = pending()
+# Silent after a block in which the same policy was obeyed, as a cached program reads no policy in
+# its block either; told in the first block of a process.
+SILENT = {"flax.linen in use_policy", "flax.nnx in use_policy"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -310,8 +285,6 @@ def cells() -> Iterator[Any]:
         for column in request.columns:
             is_fast = COLUMNS[place % 5] == column or len(request.columns) < 3
             marks = [] if is_fast else [pytest.mark.slow]
-            if request.name in PENDING.get(column, ()):
-                marks.append(pytest.mark.xfail(strict=True, raises=AssertionError))
             yield pytest.param(request, column, id=f"{request.name}-{column}", marks=marks)
 
 
@@ -322,20 +295,12 @@ def test_a_request_is_obeyed_or_told(request_, column):
 
 
 def mistakes() -> Iterator[Any]:
+    silent = [pytest.mark.xfail(strict=True, raises=AssertionError)]
     for name in MISTAKES:
-        marks = (
-            [pytest.mark.xfail(strict=True, raises=AssertionError)]
-            if name in PENDING["mistakes"]
-            else []
-        )
-        yield pytest.param(name, marks=marks)
+        yield pytest.param(name, marks=silent if name in SILENT else [])
 
 
 @pytest.mark.parametrize("name", list(mistakes()))
 def test_a_mistake_is_told_or_rejected(name):
     run, wanted, words = MISTAKES[name]
     assert outcome_of_mistake(run, words) == wanted
-
-
-def test_pending_cells_exist():
-    assert set().union(*PENDING.values()) <= REQUESTS.keys() | MISTAKES.keys()
