@@ -11,7 +11,7 @@ from typing import Any
 import jax.extend.core as jex_core
 import numpy as np
 
-from policy.autocasting.requests import is_of_jax
+from policy.autocasting.source_lines import is_of_jax
 from policy.autocasting.values import CastValue, Values, cast
 from policy.programs.dtypes import F32, float_dtype
 from policy.programs.jaxprs import Equation, subprograms

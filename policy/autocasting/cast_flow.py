@@ -1,0 +1,171 @@
+"""The flow of casts to float32 to the operands of matmuls and elementwise operations.
+
+A program that is traced in compute_dtype shows each cast as an equation of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.extend.core as jex_core
+
+from policy.autocasting.source_lines import (
+    CAST,
+    GIVEN,
+    PROMOTED,
+    cast_by,
+    normalization_of,
+    writers,
+)
+from policy.programs import marks, primitives
+from policy.programs.dtypes import float_dtype, is_half
+from policy.programs.jaxprs import (
+    Equation,
+    OpenJaxpr,
+    equations_of,
+    opened,
+    programs_of,
+    runs_any,
+    subprograms,
+)
+
+_SUMS = re.compile("reduce|cum|arg|sort")
+_ELEMENTWISE = primitives.PRODUCTS | primitives.FORWARD_ADDITIONS | {"tanh", "logistic"}
+
+# The operands of an operation beside CAST, GIVEN and PROMOTED: compute_dtype, computed from a cast
+# elementwise or with a sum, and others.
+HALF, DERIVED, REDUCED, OTHER = "half", "derived", "reduced", "other"
+NARROW = {HALF, PROMOTED, GIVEN}
+
+
+class Lines(list[Equation]):
+    """The matmuls of a program in the order of their calls, but for those of layers.
+
+    Attributes:
+      with_rules: the equations of functions with derivative rules of their own and matmuls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.with_rules: list[Equation] = []
+
+    def note(self, equation: Equation) -> None:
+        """Adds an equation that is a matmul, or has derivative rules."""
+        if equation.primitive.name in primitives.MATMULS:
+            self.append(equation)
+        elif rule_of(equation) is not None and any(
+            runs_any(program, primitives.MATMULS) for program in programs_of(equation)
+        ):
+            self.with_rules.append(equation)
+
+
+class SecondTrace(Lines):
+    """The matmuls of a second trace.
+
+    Attributes:
+      operands: what their operands are.
+      casts: the code of functions that cast to float32.
+      elementwise: the elementwise equations, and whether lines cast all of their operands.
+      normalizations: squares of Flax's normalizations in compute_dtype.
+    """
+
+    def __init__(self, jaxpr: Any):
+        super().__init__()
+        self.elementwise: list[tuple[Equation, bool]] = []
+        self.normalizations: list[Equation] = []
+        self.operands: list[list[str]] = []
+        self.casts: set[Any] = set()
+        body, _ = opened(jaxpr)
+        self.run(body, [_of(v.aval) for v in body.invars])
+
+    def run(self, body: OpenJaxpr, given: Sequence[str]) -> list[str]:
+        """Notes the matmuls of a program, and returns what its outputs are."""
+        facts = {v: _of(v.aval) for v in body.constvars} | dict(
+            zip(body.invars, given, strict=True)
+        )
+
+        def read(atom: Any) -> str:
+            return "" if isinstance(atom, jex_core.Literal) else facts[atom]
+
+        for equation in equations_of(body):
+            results = self._results(equation, list(map(read, equation.invars)))
+            facts.update(zip(equation.outvars, results, strict=True))
+        return list(map(read, body.outvars))
+
+    def _results(self, equation: Equation, values: list[str]) -> list[str]:
+        results = [_of(v.aval) for v in equation.outvars]
+        name = equation.primitive.name
+        if is_of_layer(equation):
+            return results
+        self.note(equation)
+        inside = subprograms(equation)
+        for one in inside:
+            if one.is_run and one.operands is not None:
+                made = self.run(one.body, one.given(values))
+                results = made if len(made) == len(results) else results
+        if inside:
+            return results
+        if name in primitives.MATMULS:
+            self.operands.append(values)
+            return results
+        if name in _ELEMENTWISE and results[0]:
+            self.elementwise.append((equation, set(_scaled(equation, values)) == {CAST}))
+        if name in ("square", "integer_pow") and results == [HALF] and normalization_of(equation):
+            self.normalizations.append(equation)
+        if results != [OTHER] or marks.mark_of(equation) is not None:
+            return results
+        result = _of_float32(equation, values)
+        if result == CAST:
+            self.casts |= writers(equation)
+        return [result]
+
+
+def elementwise_of(body: OpenJaxpr) -> Iterator[Equation]:
+    """Yields the elementwise equations of a program, in the order of `SecondTrace`."""
+    for equation in equations_of(body):
+        if is_of_layer(equation):
+            continue
+        if equation.primitive.name in _ELEMENTWISE and _of(equation.outvars[0].aval):
+            yield equation
+        for one in subprograms(equation):
+            if one.is_run and one.operands is not None:
+                yield from elementwise_of(one.body)
+
+
+def _of(aval: Any) -> str:
+    dtype = float_dtype(aval)
+    return "" if dtype is None else HALF if is_half(dtype) else OTHER
+
+
+def _of_float32(equation: Equation, values: list[str]) -> str:
+    """Returns what a float32 result of an equation is."""
+    name, floats = equation.primitive.name, [value for value in values if value]
+    if name == "convert_element_type" and floats == [HALF]:
+        return cast_by(equation)
+    if len(set(floats)) == 1 and (name in primitives.MOVES_DATA | primitives.BROADCASTS):
+        return floats[0]
+    if name in primitives.PRODUCTS and _scaled(equation, values) == [CAST]:
+        return CAST  # by a number
+    if {CAST, DERIVED, REDUCED}.intersection(floats):
+        return REDUCED if REDUCED in floats or _SUMS.match(name) else DERIVED
+    return OTHER
+
+
+def _scaled(equation: Equation, values: Sequence[str]) -> list[str]:
+    """Returns what the operands of an equation are that are no numbers."""
+    pairs = zip(values, equation.invars, strict=True)
+    return [value for value, atom in pairs if value and getattr(atom.aval, "shape", ())]
+
+
+def is_of_layer(equation: Equation) -> bool:
+    stack = equation.source_info.name_stack.stack
+    return any(getattr(scope, "name", None) == marks.LAYER for scope in stack)
+
+
+def rule_of(equation: Equation) -> Any:
+    """Returns the function that traces the derivative rule of an equation, or None."""
+    params = equation.params
+    rule = params.get("jvp_jaxpr_fun") or params.get("fwd_jaxpr_thunk")
+    return getattr(rule, "f", rule)
