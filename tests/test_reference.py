@@ -40,7 +40,7 @@ OF_RESULTS = {
     "policy.inspect.estimate.rows.Buffer",
     "policy.inspect.estimate.rows.Exchange",
     "policy.inspect.estimate.targets.Target",
-    "policy.inspect.runs.advice_kinds.Advice",
+    "policy.inspect.runs.advice.Advice",
     "policy.inspect.suggest.front.FrontPoint",
     "policy.inspect.suggest.suggestion.Evidence",
 }

@@ -177,7 +177,6 @@ _ESTIMATE = {
 }
 _WATCH = {
     "file": _option("FILE", "the log that policy.inspect.RunLog writes"),
-    "--html": _option("FILE", "write the run as one HTML page; - for standard output"),
     "--follow": _switch("print it again when the file has grown, until an interrupt"),
     "--fail-on-advice": _switch("exit with 1 if there is advice"),
 }
@@ -382,13 +381,12 @@ def _watch(options: argparse.Namespace) -> int:
     """Shows what the numbers of a training run do, with advice, from the run's log.
 
         python -m policy watch run.jsonl --follow
-        python -m policy watch run.jsonl --html run.html --fail-on-advice
+        python -m policy watch run.jsonl --fail-on-advice
 
     The file is what policy.inspect.RunLog writes of the snapshots of policy.monitor. It may still
     grow.
     """
-    _require_output(options.html)
-    advice = show_run(options.file, options.html, follow=options.follow)
+    advice = show_run(options.file, follow=options.follow)
     return int(bool(options.fail_on_advice and advice))
 
 

@@ -22,7 +22,7 @@ from policy.inspect.monitor.observing import observed
 from policy.inspect.monitor.snapshot import Kind, Snapshot
 from policy.inspect.monitor.step import TrainStep
 from policy.inspect.monitor.step_log import StepLog
-from policy.inspect.monitor.two_programs import all_pass, chosen_by_host, kept_unless_finite
+from policy.inspect.monitor.two_programs import chosen_by_host, kept_unless_finite
 
 
 def monitor(
@@ -63,9 +63,10 @@ def monitor(
         the field `params` of a state, `nnx.Param`s, or the first container.
       keep: kinds of rows by module path, with patterns as in `PolicyRules`; modules that no pattern
         matches are left out. The kinds are "activation", "cotangent", "gradient", "param",
-        "update", "codes" and "input". None keeps all.
+        "update" and "input". None keeps all.
       on_nonfinite: whether a step is also monitored if a floating scalar that it returns (such as
-        the loss) is infinite or NaN, or `mixed_precision` skips it. With `jit` the host then waits
+        the loss) is infinite or NaN, its new state is where the old one was not, or
+        `mixed_precision` skips it. With `jit` the host then waits
         for each step, and runs one that is not finite again: the first run leaves the state that it
         takes and returns as it was. Other arguments should not be donated.
       jit: a function that compiles `fn`, such as `nnx.jit` or
@@ -99,7 +100,9 @@ def monitor(
     require_params(params)
     Keep(keep)
 
-    def watched(number: jax.Array, every: int, args: Any, kwargs: Any) -> tuple[Any, Snapshot]:
+    def watched(
+        number: jax.Array, every: int, on_nonfinite: bool, args: Any, kwargs: Any
+    ) -> tuple[Any, Snapshot]:
         traced = TrainStep.of(fn, args, kwargs, params)
         results, snapshot = _run(traced, number, every, Keep(keep), on_nonfinite)
         return traced.result(results), snapshot
@@ -107,7 +110,7 @@ def monitor(
     if jit is None:
 
         def run(number: Any, args: Any, kwargs: Any) -> tuple[Any, Snapshot]:
-            return watched(jnp.asarray(number), every, args, kwargs)
+            return watched(jnp.asarray(number), every, on_nonfinite, args, kwargs)
 
     else:
         like_fn = functools.wraps(fn, updated=())
@@ -115,7 +118,7 @@ def monitor(
             plain = kept_unless_finite(fn, params)
         else:
             plain = lambda *args, **kwargs: (fn(*args, **kwargs), None)  # noqa: E731
-        due = lambda *args, **kwargs: watched(jnp.int32(0), 1, args, kwargs)  # noqa: E731
+        due = lambda *args, **kwargs: watched(jnp.int32(0), 1, False, args, kwargs)  # noqa: E731
         run = chosen_by_host(jit(like_fn(plain)), jit(like_fn(due)), every)
 
     @functools.wraps(fn, updated=())
@@ -158,37 +161,46 @@ def _run(
 ) -> tuple[list[Any], Snapshot]:
     """Returns the results of a step's program, and the snapshot.
 
-    The equations that tell whether the step is finite run first. Then the snapshot is taken, of
-    arguments that the rest of the program may overwrite afterwards.
+    With `on_nonfinite` the step runs first, which tells whether it is finite. Without it, the
+    snapshot is taken first, of arguments that the step may overwrite afterwards.
     """
     log, arrays = StepLog(), traced.arrays
     program, notes = jax.make_jaxpr(observed(traced, log, keep), return_shape=True)(*arrays)
     keep.check()
-    layout = log.layout(traced, notes)
     keys = sorted(notes)
     is_wide = any(notes[key].dtype == jnp.float64 for key in keys)
     dtype = jnp.float64 if is_wide else jnp.float32
     count = sum(notes[key].size for key in keys)
+    step = jex_core.jaxpr_as_fun(traced.jaxpr)
 
     def taken(arrays: list[Any]) -> jax.Array:
         found = jex_core.jaxpr_as_fun(program)(*arrays)
         return jnp.concatenate([jnp.zeros(0, dtype), *(one.astype(dtype).ravel() for one in found)])
 
-    parts = traced.parts(on_nonfinite)
-    flags, between = parts.begin(arrays)
-    is_finite = all_pass(flags)
-    is_taken = (number % every == 0) | ~is_finite
-    numbers = lax.cond(is_taken, taken, lambda _: jnp.zeros(count, dtype), arrays)
-    arrays, numbers = lax.optimization_barrier((arrays, numbers))
-    results = parts.finish(arrays, between)
-    scale, finite = traced.optimizer(arrays, results)
+    def numbers_if(is_taken: Any) -> jax.Array:
+        return lax.cond(is_taken, taken, lambda _: jnp.zeros(count, dtype), arrays)
+
+    is_due = number % every == 0
+    if on_nonfinite:
+        results = step(*arrays)
+        finite = traced.finite(arrays, results)
+        is_taken = is_due | ~jnp.all(finite)
+        numbers = numbers_if(is_taken)
+    else:
+        is_taken, numbers = is_due, numbers_if(is_due)
+        given, numbers = lax.optimization_barrier((arrays, numbers))
+        results = step(*given)
+        finite = traced.finite(arrays, results)
+    scale, is_applied = traced.optimizer(arrays, results)
+    reason = jnp.where(is_taken, 2 - jnp.all(finite).astype(jnp.int32), 0)
     snapshot = Snapshot(
         step=number.astype(jnp.int32),
         taken=is_taken,
-        reason=jnp.where(is_taken, 2 - is_finite.astype(jnp.int32), 0),
+        reason=reason,
         loss_scale=scale,
-        skipped=~finite,
+        skipped=~is_applied,
+        finite=finite,
         numbers=numbers,
-        layout=layout,
+        layout=log.layout(traced, notes),
     )
     return results, snapshot

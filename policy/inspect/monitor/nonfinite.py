@@ -1,10 +1,10 @@
-"""The first operation of a step that makes infinities or NaN of finite numbers."""
+"""The operations of a step that make infinities or NaN of finite numbers."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,9 @@ from policy.inspect.traced.upcast import dtype_of
 from policy.programs import primitives
 from policy.programs.jaxprs import Equation
 
-_LAST = 2**24  # more than operations; float32 has all whole numbers up to it
+_LAST = 2**22 - 1  # more than operations; float32 has all whole numbers up to 2**24
+_FRESH = 2**23
+_MOST = 4  # operations that each program inside a step reports
 
 # Sums and products that overflow keep finite here: then a later operation is named.
 _KEEPS = (
@@ -30,7 +32,7 @@ _KEEPS = (
 class StepOperation(NamedTuple):
     """An equation that may make infinities or NaN.
 
-    Attributes: those of `first` in a record.
+    Attributes: those of an operation in a record.
     """
 
     path: str
@@ -62,47 +64,29 @@ class FinitenessCodes:
     """
 
     def __init__(self) -> None:
-        self._worst: list[Any] = []  # the largest bits of each array, unsigned
-        self._infinite: list[int] = []  # those of infinity
+        self._found: list[Any] = []
 
     def of(self, array: Any) -> frozenset[int]:
         """Returns the code of an array. That of a finite constant is empty."""
         dtype = getattr(array, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             return frozenset()
-        if jnp.issubdtype(dtype, jnp.complexfloating):
-            return self.of(lax.real(array)) | self.of(lax.imag(array))
         if not isinstance(array, jax.core.Tracer):
-            if np.isfinite(np.asarray(array).astype(np.float64)).all():
+            if not is_infinite_constant(array):
                 return frozenset()
             array = jnp.asarray(array)
-        if dtype not in _BITS:
+        if dtype.itemsize == 1:
             array = array.astype(jnp.float32)
-        unsigned = _BITS[array.dtype]
-        bits = lax.bitcast_convert_type(array, unsigned) & unsigned(jnp.iinfo(unsigned).max // 2)
-        self._worst.append(lax.reduce_max(bits, tuple(range(bits.ndim))))
-        self._infinite.append(int(np.asarray(np.inf, array.dtype).view(unsigned)))
-        return frozenset((len(self._worst) - 1,))
+        has_nan, is_finite = jnp.isnan(array).any(), jnp.isfinite(array).all()
+        self._found.append((~is_finite).astype(jnp.int32) + has_nan.astype(jnp.int32))
+        return frozenset((len(self._found) - 1,))
 
-    def numbers(self) -> jax.Array:
-        """Returns 0, 1 or 2 for each place, and a 0 at last, int32."""
-        found: list[Any] = [jnp.zeros(1, jnp.int32)]
-        order = [len(self._worst)]
-        for unsigned in dict.fromkeys(worst.dtype for worst in self._worst):
-            places = [i for i, worst in enumerate(self._worst) if worst.dtype == unsigned]
-            worst = jnp.stack([self._worst[i] for i in places])
-            infinite = np.array([self._infinite[i] for i in places], unsigned)
-            found.append(sum(x.astype(jnp.int32) for x in (worst >= infinite, worst > infinite)))
-            order += places
-        return jnp.concatenate(found)[np.argsort(order)]
-
-
-_BITS = {
-    np.dtype(jnp.float32): np.uint32,
-    np.dtype(jnp.bfloat16): np.uint16,
-    np.dtype(jnp.float16): np.uint16,
-    np.dtype(jnp.float64): np.uint64,
-}
+    def worst(self, places: Sequence[Collection[int]]) -> jax.Array:
+        """Returns the largest code of each of some sets of places, (sets,) int32."""
+        table = np.full((len(places), max(1, *map(len, places))), len(self._found))
+        for row, of in zip(table, places, strict=True):
+            row[: len(of)] = sorted(of)
+        return jnp.max(jnp.stack([*self._found, jnp.int32(0)])[table], axis=1)
 
 
 def keeps_finite(equation: Equation) -> bool:
@@ -120,67 +104,91 @@ def keeps_finite(equation: Equation) -> bool:
     return is_wide and name in _KEEPS
 
 
+def is_infinite_constant(array: Any) -> bool:
+    """Returns whether an array is a constant of the program with infinities or NaN."""
+    dtype = getattr(array, "dtype", None)
+    if isinstance(array, jax.core.Tracer) or dtype is None:
+        return False
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return False
+    return not np.isfinite(np.asarray(array).astype(np.complex128)).all()
+
+
 def first_made(flags: Sequence[Flag], codes: FinitenessCodes, axes: Mapping[str, int]) -> jax.Array:
-    """Returns the first operation that makes infinities of finite numbers, or NaN of others.
+    """Returns the first operations that make infinities of finite numbers, or NaN of others.
 
-    It is a number that is larger for earlier ones, 0 for none, int32, of each device of some mesh
-    axes: (devices,).
+    They are numbers that are larger for earlier operations, and for those with finite operands;
+    odd for NaN; 0 for none; int32 (operations, devices), of each device of some mesh axes.
     """
-    numbers = np.array([_LAST - flag.number for flag in flags], np.int32)
-    after = worst(codes, [flag.results for flag in flags])
-    before = worst(codes, [flag.operands for flag in flags])
-    first = jnp.max(jnp.where(after > before, numbers, np.int32(0)))
+    numbers = np.array([2 * (_LAST - flag.number) for flag in flags], np.int32)
+    after = codes.worst([flag.results for flag in flags])
+    before = codes.worst([flag.operands for flag in flags])
+    numbers = numbers + after // 2 + jnp.where(before == 0, _FRESH, 0)
+    first = lax.top_k(jnp.where(after > before, numbers, 0), min(_MOST, len(flags)))[0]
     if not axes:
-        return first[None]
+        return first[:, None]
     names, count = tuple(axes), math.prod(axes.values())
-    return lax.psum(jnp.where(jnp.arange(count) == lax.axis_index(names), first, 0), names)
+    mine = jnp.arange(count) == lax.axis_index(names)
+    return lax.psum(jnp.where(mine, first[:, None], 0), names)
 
 
-def worst(codes: FinitenessCodes, places: Sequence[Collection[int]]) -> jax.Array:
-    """Returns the largest number of each of some codes, (codes,) int32."""
-    table = np.full((len(places), max(1, *map(len, places))), -1)  # the place of a 0
-    for row, of in zip(table, places, strict=True):
-        row[: len(of)] = sorted(of)
-    return jnp.max(codes.numbers()[table], axis=1)
+class MadeOperation(NamedTuple):
+    """An operation that made infinities or NaN.
+
+    Attributes:
+      order: sorts operations: those with finite operands first, then by program order.
+      number: its place in program order.
+      is_nan: whether it made NaN.
+      layer: the step of the scans over layers around it, or None.
+      devices: those of the mesh axes around it that made them, or None.
+    """
+
+    order: int
+    number: int
+    is_nan: bool
+    layer: int | None
+    devices: list[int] | None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether its operands were finite."""
+        return -self.order >= _FRESH
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstSpan:
-    """The results of `first_made` in a program inside a step.
+class Scans:
+    """The scans around a program inside a step, outermost first.
 
     Attributes:
-      start: the place of the first among the numbers of a snapshot.
-      steps: lengths of the scans around the program, outermost first.
-      is_layers: for each, whether its steps are layers.
+      is_layers: for each, whether its steps are layers; those of microbatches are not.
       is_reverse: for each, whether it runs from the last step to the first.
-      devices: of the mesh axes.
     """
 
-    start: int
-    steps: tuple[int, ...]
-    is_layers: tuple[bool, ...]
-    is_reverse: tuple[bool, ...]
-    devices: int
+    is_layers: tuple[bool, ...] = ()
+    is_reverse: tuple[bool, ...] = ()
 
-    def found(self, numbers: np.ndarray) -> tuple[int, int | None, list[int] | None] | None:
-        """Returns the number of the first operation, its layer and its devices; None if there is
-        none.
+    def made(self, found: np.ndarray) -> Iterator[MadeOperation]:
+        """Yields the operations of the first step with some, from `first_made`'s results.
+
+        Args:
+          found: (*steps, operations, devices).
         """
-        stop = self.start + int(np.prod(self.steps)) * self.devices
-        found = numbers[self.start : stop].astype(int).reshape(*self.steps, self.devices)
+        steps = found.shape[:-2]
         backward = tuple(axis for axis, is_one in enumerate(self.is_reverse) if is_one)
-        by_step = np.flip(found, backward).reshape(-1, self.devices)
-        steps = np.flatnonzero(by_step.max(1))
-        if not steps.size:
-            return None
-        place = np.unravel_index(steps[0], self.steps) if self.steps else ()
-        largest = by_step[steps[0]].max()
-        devices = np.flatnonzero(by_step[steps[0]] == largest)
+        by_step = np.flip(found.astype(int), backward).reshape(-1, *found.shape[-2:])
+        some = np.flatnonzero(by_step.max((1, 2), initial=0))
+        if not some.size:
+            return
         layer = None
+        place = np.unravel_index(some[0], steps) if steps else ()
         for step, length, is_layer, is_one in zip(
-            place, self.steps, self.is_layers, self.is_reverse, strict=True
+            place, steps, self.is_layers, self.is_reverse, strict=True
         ):
             if is_layer:
-                step = length - 1 - step if is_one else step
-                layer = int(step) + length * (layer or 0)
-        return _LAST - int(largest), layer, devices.tolist() if self.devices > 1 else None
+                layer = int(length - 1 - step if is_one else step) + length * (layer or 0)
+        first = by_step[some[0]]
+        for code in sorted({*first.ravel().tolist()} - {0}, reverse=True):
+            devices = np.flatnonzero((first == code).any(0)).tolist()
+            number = _LAST - code % _FRESH // 2
+            one_of = devices if found.shape[-1] > 1 else None
+            yield MadeOperation(-code, number, bool(code % 2), layer, one_of)

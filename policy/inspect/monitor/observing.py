@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from policy.core.arrays import axes_of_leaves
-from policy.inspect.compare.statistics import shares_of_codes
 from policy.inspect.monitor import nonfinite
 from policy.inspect.monitor.keep import Keep
-from policy.inspect.monitor.snapshot import Kind
+from policy.inspect.monitor.nonfinite import Scans
+from policy.inspect.monitor.snapshot import Kind, NumbersPlace
 from policy.inspect.monitor.step import TrainStep
-from policy.inspect.monitor.step_log import NumbersPlace, StepLog, row_kind
-from policy.inspect.monitor.tensor_statistics import largest_by_device, statistics_of
+from policy.inspect.monitor.step_log import StepLog, row_kind
+from policy.inspect.monitor.tensor_statistics import statistics_of
 from policy.inspect.monitor.updates import ArrayRead, is_lost, reads_of
 from policy.inspect.traced.module_values import (
     ModuleValue,
@@ -26,7 +29,6 @@ from policy.inspect.traced.module_values import (
     ValueOrigin,
     passes,
     places_around,
-    unlimited,
 )
 from policy.inspect.traced.placed import ModulePass, PlacedValue
 from policy.inspect.traced.upcast import dtype_of
@@ -40,8 +42,7 @@ from policy.programs.jaxprs import (
     programs_of,
     subprograms,
 )
-from policy.programs.primitives import HOST, INLINED
-from policy.programs.reading.matmul_operands import LIMITS_CODES, QuantisedOperand, codes_of
+from policy.programs.primitives import EXACT, HOST, INLINED, MOVES_DATA
 from policy.programs.reading.walk import source_of
 from policy.programs.rewriting.interpreter import CONTROL_FLOW
 
@@ -71,8 +72,10 @@ def observed(step: TrainStep, log: StepLog, keep: Keep) -> Callable[..., dict[in
                 observer.measure_leaf(kind, i, array)
         given = [PlacedValue([array], _Origin(ModulePass())) for array in arrays]
         observer.body(body, list(map(observer.constant, consts)), given)
-        log.entered = log.new_key(NumbersPlace((), ()))
-        return observer.notes | {log.entered: _codes_of(arrays)}
+        codes = nonfinite.FinitenessCodes()
+        log.entered = log.new_key(NumbersPlace())
+        observer.notes[log.entered] = codes.worst([codes.of(array) for array in arrays])
+        return observer.notes
 
     return run
 
@@ -89,19 +92,18 @@ class Observer(ModuleValueInterpreter):
     def __init__(self, log: StepLog, step: TrainStep, keep: Keep):
         super().__init__()
         self.log, self.keep, self.paths = log, keep, step.paths
-        self.reads = reads_of(step.jaxpr, step.params)
-        self.codes = codes_of(step.jaxpr, [param.leaf for param in step.params])
+        self.reads = reads_of(step.graph, step.params)
         # the passes that read each output; others are new state, or residuals of the other pass
         state = {*step.carried.values()}
         self.readers = [() if i in state else ("forward",) for i in range(step.outputs)]
         self.passes: dict[Any, set[str]] = {}  # by the variables of the program that runs
-        self.place_of_numbers = NumbersPlace((), ())
+        self.scans = Scans()
         self.sizes: dict[str, int] = {}  # of the mesh axes around
         self.flags: list[nonfinite.Flag] = []
         self.finite = nonfinite.FinitenessCodes()
         batch = (array for i, array in enumerate(step.arrays) if i not in step.carried)
-        lengths = collections.Counter(array.shape[0] for array in batch if array.ndim)
-        self.examples = max(lengths, key=lengths.__getitem__, default=0)
+        lengths = {array.shape[0] for array in batch if array.ndim}
+        self.batch = lengths.pop() if len(lengths) == 1 else 0
 
     def inside(self, equation: Equation) -> Self:
         inner = super().inside(equation)
@@ -111,10 +113,9 @@ class Observer(ModuleValueInterpreter):
             for i, variable in enumerate(equation.outvars)
         ]
         if equation.primitive.name == "scan":
-            is_layers, is_reverse, *_ = self.place_of_numbers
-            inner.place_of_numbers = NumbersPlace(
-                (*is_layers, not _differentiates(equation)),
-                (*is_reverse, bool(equation.params["reverse"])),
+            inner.scans = Scans(
+                (*self.scans.is_layers, not _differentiates(equation)),
+                (*self.scans.is_reverse, bool(equation.params["reverse"])),
             )
         for axis in inner.axes[len(self.axes) :]:
             inner.sizes = inner.sizes | {axis: int(dict(equation.params["mesh"].shape)[axis])}
@@ -145,23 +146,23 @@ class Observer(ModuleValueInterpreter):
         if name in HOST and (equation.effects or not equation.outvars):
             return _without_effects(equation)
         place = self.place_of(equation)
+        reads = self.reads.arrays.get((self.chain, id(equation)), ())
+        params = {1 - read.operand for read in reads if read.kind == "update"}
         if name not in INLINED:
-            for value, atom in zip(values, equation.invars, strict=True):
-                self._read(value, place, dtype_of(atom))
+            for i, (value, atom) in enumerate(zip(values, equation.invars, strict=True)):
+                if i not in params:
+                    self._read(value, place, dtype_of(atom))
         if name in CONTROL_FLOW:
             return CONTROL_FLOW[name](self, equation, values)
         arrays = [value.arrays[0] for value in values]
         outputs = bind(equation, arrays)
-        at = self.chain, id(equation)
-        for read in self.reads.arrays.get(at, ()):
+        if all(hasattr(atom, "val") for atom in equation.invars):
+            outputs = lax.optimization_barrier(outputs)  # XLA would fold statistics of constants
+        for read in reads:
             self._measure_read(read, arrays, outputs)
-        if at in self.codes.operands:
-            self._quantised(self.codes.operands[at], place, values[0], outputs[0])
         operation, line = self.made_by(equation, place, values)
         code = self._code_of_results(equation, values, outputs, (operation, line))
         origin = _Origin(place, operation, line, code=code)
-        if name in LIMITS_CODES:
-            origin.made = equation, values, 0
         return [PlacedValue([output], dataclasses.replace(origin)) for output in outputs]
 
     def _code_of_results(
@@ -171,21 +172,28 @@ class Observer(ModuleValueInterpreter):
         outputs: Sequence[Any],
         made_by: tuple[str, str],
     ) -> Any:
-        """Returns the worst number of an equation's results, and flags it if that is new."""
+        """Returns the code of an equation's results, and flags an operation that may make it."""
         if not any(is_measured(dtype_of(variable)) for variable in equation.outvars):
             return frozenset()
-        before = frozenset[int]().union(*map(self._code, values))
-        if nonfinite.keeps_finite(equation):
-            return before
+        has_constant = any(nonfinite.is_infinite_constant(value.arrays[0]) for value in values)
+        if nonfinite.keeps_finite(equation) and not has_constant:
+            return frozenset[int]().union(*map(self._code, values))
         after = frozenset[int]().union(*map(self.finite.of, outputs))
         place = self.place_of(equation)
-        if place.direction != "again":
-            leaf = self.reads.leaves.get((self.chain, id(equation)))
-            where = place if leaf is None else self.paths[leaf]
-            self.flags.append(nonfinite.Flag(len(self.log.operations), after, before))
-            operation, line = made_by
-            dtype = str(dtype_of(equation.outvars[0]))
-            self.log.operations.append((where, operation, line.partition(" (")[0], dtype))
+        if equation.primitive.name in EXACT | MOVES_DATA or place.direction == "again":
+            return after
+        # a constant number such as an infinite weight of a loss makes its result infinite
+        arrays = (value.arrays[0] for value in values)
+        own = [np.shape(one) != () or isinstance(one, jax.core.Tracer) for one in arrays]
+        before = frozenset[int]().union(*map(self._code, itertools.compress(values, own)))
+        leaf = self.reads.leaves.get((self.chain, id(equation)))
+        where = place if leaf is None else self.paths[leaf]
+        self.flags.append(nonfinite.Flag(len(self.log.operations), after, before))
+        operation, line = made_by
+        if operation == "integer_pow" and equation.params.get("y", 0) < 0:
+            operation = "div"
+        dtype = str(dtype_of(equation.outvars[0]))
+        self.log.operations.append((where, operation, line.partition(" (")[0], dtype))
         return after
 
     def _code(self, value: PlacedValue) -> frozenset[int]:
@@ -211,10 +219,14 @@ class Observer(ModuleValueInterpreter):
             return
         if origin.measurement is None:
             origin.measurement = ModuleValue(
-                self._new_key(array), origin.primitive, origin.source, dtype, origin.place
+                self._new_key(array, self.batch if kind == "activation" else 0),
+                origin.primitive,
+                origin.source,
+                dtype,
+                origin.place,
             )
             self.log.values.append(origin.measurement)
-            self.notes[origin.measurement.key] = self._statistics(array)
+            self.notes[origin.measurement.key] = statistics_of(array, self._axes_of(array))
         origin.measurement.left.update(kept)
 
     def _axes_of(self, array: Any) -> tuple[str, ...]:
@@ -222,33 +234,25 @@ class Observer(ModuleValueInterpreter):
         (own,) = axes_of_leaves([array], self.axes)
         return tuple(axis for axis in self.axes if axis in own)
 
-    def _statistics(self, array: Any, lost: Any = None) -> Any:
-        """Returns the statistics of an array, and the largest number of each device around."""
-        axes = self._axes_of(array)
-        found = statistics_of(array, axes, lost)
-        if not axes:
-            return found
-        return jnp.concatenate([found, largest_by_device(array, self.sizes).astype(found.dtype)])
-
-    def _new_key(self, array: Any) -> int:
-        """Returns a key for the numbers of an array."""
+    def _new_key(self, array: Any, batch: int) -> int:
+        """Returns a key for the numbers of an array, whose first axis is the batch's if it has that
+        length.
+        """
         parts = 2 if jnp.issubdtype(array.dtype, jnp.complexfloating) else 1
         devices = math.prod(self.sizes[axis] for axis in self._axes_of(array))
-        is_batch = parts == 1 and not self.axes and array.ndim and array.shape[0] == self.examples
-        return self.log.new_key(
-            self.place_of_numbers._replace(
-                size=parts * array.size * devices, examples=self.examples if is_batch else 0
-            )
-        )
+        is_batch = parts == 1 and not self.axes and array.ndim and array.shape[0] == batch
+        examples = batch if is_batch else 0
+        return self.log.new_key(NumbersPlace(self.scans, parts * array.size * devices, examples))
 
     def measure_leaf(self, kind: Kind, leaf: int, array: Any, lost: Any = None) -> None:
         """Measures an array of a leaf of the arguments."""
         if not self.keep.of_leaf(self.paths[leaf], kind):
             return
         if (kind, leaf) not in self.log.leaves:
-            self.log.leaves[kind, leaf] = self._new_key(array), array.dtype
+            batch = self.batch if kind == "input" else 0
+            self.log.leaves[kind, leaf] = self._new_key(array, batch), array.dtype
         key, _ = self.log.leaves[kind, leaf]
-        self.notes[key] = self._statistics(array, lost)
+        self.notes[key] = statistics_of(array, self._axes_of(array), lost)
 
     def _measure_read(self, read: ArrayRead, arrays: Sequence[Any], outputs: Sequence[Any]) -> None:
         array, lost = arrays[read.operand], None
@@ -256,18 +260,6 @@ class Observer(ModuleValueInterpreter):
             array = jnp.broadcast_to(array, outputs[0].shape)
             lost = is_lost(read, arrays[1 - read.operand], outputs[0], array)
         self.measure_leaf(read.kind, read.leaf, array, lost)
-
-    def _quantised(
-        self, of: QuantisedOperand, place: ModulePass, value: PlacedValue, codes: Any
-    ) -> None:
-        """Measures the codes of an operand of a matmul in 8 bits."""
-        paths = [path for path in of.paths if self.keep(path, "codes")]
-        if place.direction == "again" or not paths:
-            return
-        key = self._new_key(codes)
-        note = shares_of_codes(codes, unlimited(value).arrays[0])
-        self.notes[key] = lax.pmean(note, self.axes) if self.axes else note
-        self.log.codes[key] = paths[0], of.operand, str(codes.dtype)
 
     # Bodies ---------------------------------------------------------------------------------------
 
@@ -288,7 +280,7 @@ class Observer(ModuleValueInterpreter):
                 reader = self.place._replace(direction=value.origin.place.direction)
                 self._read(value, reader, dtype_of(atom))
         if self.flags:
-            key = self.log.new_key(self.place_of_numbers)
+            key = self.log.new_key(NumbersPlace(self.scans))
             self.log.firsts.append(key)
             self.notes[key] = nonfinite.first_made(self.flags, self.finite, self.sizes)
         return [PlacedValue(value.arrays, _without_code(value.origin)) for value in outputs]
@@ -300,14 +292,7 @@ class Observer(ModuleValueInterpreter):
 
 def _without_code(origin: Any) -> Any:
     """Returns an origin for another trace, which has no traced values of this one."""
-    return origin and dataclasses.replace(origin, code=None, made=None)
-
-
-def _codes_of(arrays: Sequence[Any]) -> Any:
-    """Returns 0 for each finite array, 1 for those with infinities, and 2 for those with NaN."""
-    codes = nonfinite.FinitenessCodes()
-    places = [codes.of(array) for array in arrays]
-    return nonfinite.worst(codes, places)
+    return origin and dataclasses.replace(origin, code=None)
 
 
 def is_measured(dtype: Any) -> bool:

@@ -4,95 +4,83 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from policy.inspect.monitor import tensor_statistics as statistics
-from policy.inspect.monitor.nonfinite import FirstSpan, StepOperation
+from policy.inspect.monitor.nonfinite import MadeOperation, Scans, StepOperation
 
-Kind = Literal["activation", "cotangent", "gradient", "param", "update", "codes", "input"]
-KINDS: tuple[Kind, ...] = (
-    *("activation", "cotangent", "gradient", "param", "update", "codes", "input"),
-)
+Kind = Literal["activation", "cotangent", "gradient", "param", "update", "input"]
+KINDS: tuple[Kind, ...] = ("activation", "cotangent", "gradient", "param", "update", "input")
 REASONS = ("", "every", "nonfinite")
+VERSION = 2
+_MOST = 4  # operations in a record that made infinities or NaN
+
+Numbers = Mapping[int, np.ndarray]  # of one step, by their keys
 
 
-class Span(NamedTuple):
-    """The numbers of one value in those of a snapshot.
+@dataclasses.dataclass(frozen=True)
+class NumbersPlace:
+    """The position of some numbers in a program.
 
     Attributes:
-      start: the place of the first.
-      width: numbers of one step of the scans around it.
-      steps: lengths of these scans, outermost first.
-      is_layers: for each of them, whether its steps are layers; those of microbatches are not.
-      size: elements of the value in one step.
+      scans: those around it.
+      size: elements of the value that they are of, on all devices.
       examples: the length of its first axis if that is the batch's, else 0.
+      shape: of the numbers, (*steps of the scans, width).
     """
 
-    start: int
-    width: int
-    steps: tuple[int, ...]
-    is_layers: tuple[bool, ...]
-    size: int
-    examples: int
+    scans: Scans = dataclasses.field(default_factory=Scans)
+    size: int = 0
+    examples: int = 0
+    shape: tuple[int, ...] = ()
 
-    def of(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns the numbers, (repetitions, *layers, width).
+    def by_layer(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns the numbers, (repetitions, *layers, width). Layers of nested scans are one axis.
 
-        Layers of nested scans are one axis.
+        Args:
+          numbers: (repetitions, *steps, width).
         """
-        stop = self.start + math.prod(self.steps) * self.width
-        found = numbers[self.start : stop].reshape(*self.steps, self.width)
-        order = np.argsort(self.is_layers, kind="stable")
-        found = np.transpose(found, (*map(int, order), len(self.steps)))
-        layers = [n for n, is_one in zip(self.steps, self.is_layers, strict=True) if is_one]
-        return found.reshape(-1, *([math.prod(layers)] if layers else []), self.width)
+        is_layers = (False, *self.scans.is_layers)
+        order = np.argsort(is_layers, kind="stable")
+        found = np.transpose(numbers, (*map(int, order), numbers.ndim - 1))
+        layers = [n for n, is_one in zip(numbers.shape, is_layers, strict=False) if is_one]
+        return found.reshape(-1, *([math.prod(layers)] if layers else []), numbers.shape[-1])
 
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotRow:
     """The values that a row of a record is about.
 
-    Attributes: those of a record's row, and the places of its values.
+    Attributes: those of a record's row, and the keys of its values.
     """
 
     path: str
     kind: Kind
     dtype: str
     line: str
-    spans: tuple[Span, ...]
+    keys: tuple[int, ...]
 
-    def record(self, numbers: np.ndarray) -> dict[str, Any]:
-        """Returns the row for JSON from all numbers of a snapshot."""
-        whole = [span.of(numbers) for span in self.spans]
-        found = [each[..., : len(statistics.STATISTICS)] for each in whole]
+    def record(self, numbers: Numbers, places: Mapping[int, NumbersPlace]) -> dict[str, Any]:
+        """Returns the row for JSON."""
+        found = [places[key].by_layer(numbers[key]) for key in self.keys]
         if len({each.shape[1:] for each in found}) > 1:  # some are in a scan, and some are not
             found = [each.reshape(-1, each.shape[-1]) for each in found]
-        sizes = np.concatenate(
-            [np.full(len(f), span.size) for f, span in zip(found, self.spans, strict=True)]
-        )
-        every = np.concatenate(found)
-        if self.kind == "codes":
-            above, below = np.moveaxis(every.astype(np.float64), -1, 0)
-            of = {"above": above.max(0), "below": below.max(0)}
-        else:
-            more = ["lost"] if self.kind == "update" else []
-            of = statistics.named(every, sizes, np.dtype(self.dtype), more)
-        row: dict[str, Any] = {
+        of_value = [places[key].size for key in self.keys]
+        sizes = np.repeat(of_value, [len(each) for each in found])
+        more = ["lost"] if self.kind == "update" else []
+        of = statistics.named(np.concatenate(found), sizes, np.dtype(self.dtype), more)
+        return {
             "path": self.path,
             "kind": self.kind,
             "dtype": self.dtype,
             "line": self.line,
-            "size": sum(span.size for span in self.spans),
+            "size": sum(of_value),
             "numbers": {name: _json(number) for name, number in of.items()},
         }
-        own = [each[..., len(statistics.STATISTICS) :] for each in whole if self.kind != "codes"]
-        devices = [statistics.outlying(each) for each in own if each.shape[-1]]
-        found = sorted({device for each in devices for device in each or ()})
-        return row | ({"devices": found} if found else {})
 
 
 def _json(number: Any) -> Any:
@@ -109,48 +97,97 @@ class SnapshotRows:
     Attributes:
       rows: the rows.
       operations: those that may make infinities, in program order.
-      firsts: the numbers of the first of them that did.
-      entered: the codes of the step's arguments.
-      paths, dtypes: of these arguments.
+      places: those of all numbers, with their keys, in order.
+      firsts: the keys of `first_made`'s results.
+      entered: the key of the codes of the step's arguments.
+      arguments: the paths and kinds of these arguments: "param", "state" or "input".
+      flags: the paths of the outputs that tell whether the step is finite.
     """
 
-    rows: tuple[SnapshotRow, ...]
-    operations: tuple[StepOperation, ...]
-    firsts: tuple[FirstSpan, ...]
-    entered: Span
-    paths: tuple[str, ...]
-    dtypes: tuple[str, ...]
+    rows: tuple[SnapshotRow, ...] = ()
+    operations: tuple[StepOperation, ...] = ()
+    places: tuple[tuple[int, NumbersPlace], ...] = ()
+    firsts: tuple[int, ...] = ()
+    entered: int = 0
+    arguments: tuple[tuple[str, str], ...] = ()
+    flags: tuple[str, ...] = ()
 
-    def first(self, numbers: np.ndarray, is_finite: bool) -> dict[str, Any] | None:
-        """Returns the first value of a step that is not finite, for JSON; None if there is none.
+    def by_key(self, numbers: np.ndarray) -> Numbers:
+        """Returns numbers (repetitions, n) by their keys, (repetitions, *shape)."""
+        found, start = {}, 0
+        for key, place in self.places:
+            stop = start + math.prod(place.shape)
+            found[key] = numbers[:, start:stop].reshape(len(numbers), *place.shape)
+            start = stop
+        return found
 
-        An operation that makes infinities counts if the step is not finite, or if one leaves a
-        module, is in a gradient, a param or an update, or was given to the step.
+    def facts(self, numbers: Numbers, finite: np.ndarray) -> dict[str, Any]:
+        """Returns the values of a step that are not finite, for JSON.
+
+        `finite` are the flags (flags,).
         """
-        spans = sorted({span for row in self.rows for span in row.spans if row.kind != "codes"})
-        bad = [span for span in spans if span.of(numbers)[..., statistics.COUNTS_NOT_FINITE].any()]
-        codes = self.entered.of(numbers).ravel()
-        entered = [path for path, code in zip(self.paths, codes, strict=True) if code]
-        made = [found for span in self.firsts if (found := span.found(numbers))]
-        if (is_finite and not bad and not entered) or not (made or entered):
-            return None
-        if entered:
-            dtype = self.dtypes[self.paths.index(entered[0])]
-            operation = StepOperation(entered[0], "forward", "argument", "", dtype)
-            layer = devices = None
-        else:
-            number, layer, devices = min(made, key=lambda found: found[0])
-            operation = self.operations[number]
-        of_batch = [span for span in bad if span.examples]
-        examples = None
-        if of_batch:
-            examples = statistics.examples_of(of_batch[0].of(numbers), of_batch[0].examples)
-        return operation._asdict() | {
-            "layer": layer,
+        codes, examples = numbers[self.entered].max(0), self._examples(numbers)
+        entered = [
+            {"path": path, "kind": kind, "examples": examples if kind == "input" else None}
+            for (path, kind), code in zip(self.arguments, codes, strict=True)
+            if code
+        ]
+        scans = {key: place.scans for key, place in self.places}
+        found = [
+            one for key in self.firsts for each in numbers[key] for one in scans[key].made(each)
+        ]
+        outputs = [path for path, is_one in zip(self.flags, finite, strict=True) if not is_one]
+        made = [self._operation(one, examples) for one in sorted(found)[:_MOST]]
+        facts = {"outputs": outputs, "entered": entered, "made": made}
+        return {"first": first_of(facts) if outputs else None} | facts
+
+    def _operation(self, one: MadeOperation, examples: list[int] | None) -> dict[str, Any]:
+        return self.operations[one.number]._asdict() | {
+            "value": "nan" if one.is_nan else "inf",
+            "is_fresh": one.is_fresh,
+            "layer": one.layer,
             "examples": examples,
-            "devices": devices,
-            "entered": entered[0] if entered else None,
+            "devices": one.devices,
         }
+
+    def _examples(self, numbers: Numbers) -> list[int] | None:
+        """Returns the first and last example of the first value that is not finite."""
+        places = dict(self.places)
+        keys = sorted({key for row in self.rows for key in row.keys if places[key].examples})
+        bad = [k for k in keys if numbers[k][..., statistics.COUNTS_NOT_FINITE].any()]
+        return statistics.examples_of(numbers[bad[0]], places[bad[0]].examples) if bad else None
+
+
+def first_of(facts: Mapping[str, Any], usual: Collection[Any] = ()) -> dict[str, Any] | None:
+    """Returns the value of a step that is taken to be its first infinity or NaN; None without any.
+
+    It is a param, or else the first operation with finite operands, or else another argument of
+    the step, an operation with infinite operands that makes NaN, or an output.
+
+    Args:
+      facts: the values of a step that are not finite, of its record.
+      usual: `identity_of` values that are not finite in finite steps either.
+    """
+    entered = [one for one in facts["entered"] if identity_of(one) not in usual]
+    made = [one for one in facts["made"] if identity_of(one) not in usual]
+    params = [one for one in entered if one["kind"] == "param"]
+    others = sorted(entered, key=lambda one: one["kind"] != "input")
+    fresh = [one for one in made if one["is_fresh"]]
+    outputs = [{"path": path, "kind": "output"} for path in facts["outputs"]]
+    found = next(iter([*params, *fresh, *others, *made, *outputs]), None)
+    if found is None or "operation" in found:
+        return found and found | {"entered": None}
+    what = {"direction": "forward", "line": "", "dtype": "", "value": ""}
+    what |= {"layer": None, "examples": found.get("examples"), "devices": None}
+    is_output = found["kind"] == "output"
+    operation = "output" if is_output else "argument"
+    name = None if is_output else found["path"]
+    return {"path": found["path"], "operation": operation, "entered": name} | what
+
+
+def identity_of(fact: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns what identifies an argument or an operation in all records of a run."""
+    return tuple(fact.get(name) for name in ("path", "direction", "operation", "line"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +212,7 @@ class Snapshot:
       reason: () int32, 1 for a step that was due, 2 for one that is not finite.
       loss_scale: () float32, that of the step; NaN without one.
       skipped: () bool, whether `mixed_precision` skipped the step.
+      finite: (outputs,) bool, whether each new state and floating scalar is finite.
       numbers: (n,) float32, of all rows.
       layout: the rows; static.
     """
@@ -184,6 +222,7 @@ class Snapshot:
     reason: jax.Array
     loss_scale: jax.Array
     skipped: jax.Array
+    finite: jax.Array
     numbers: jax.Array
     layout: SnapshotRows
 
@@ -193,10 +232,11 @@ class Snapshot:
         Raises:
           ValueError: the snapshot holds several steps, those of a scan: call `records`.
         """
-        if np.ndim(self.step):
+        steps = set(np.ravel(jax.device_get(self.step)).tolist())
+        if len(steps) > 1:
             raise ValueError(
-                f"The snapshot holds {len(self.step)} steps of a scan: call records(), which "
-                "returns a list."
+                f"The snapshot holds {len(steps)} steps of a scan: call records(), which returns a "
+                "list."
             )
         return next(self._records(), None)
 
@@ -205,28 +245,36 @@ class Snapshot:
         return list(self._records())
 
     def _records(self) -> Iterator[dict[str, Any]]:
+        """Yields records; a step that several devices have, as in `jax.pmap`, is one."""
         arrays = (self.step, self.taken, self.reason, self.loss_scale, self.skipped)
-        host = [np.ravel(one) for one in jax.device_get(arrays)]
-        if not host[1].any():
+        step, taken, reason, scale, skipped = map(np.ravel, jax.device_get(arrays))
+        if not taken.any():
             return
-        every = np.asarray(jax.device_get(self.numbers)).reshape(len(host[0]), -1)
-        for step, taken, reason, loss_scale, skipped, numbers in zip(*host, every, strict=True):
-            if taken:
-                yield {
-                    "version": 1,
-                    "step": int(step),
-                    "reason": REASONS[int(reason)],
-                    "loss_scale": None if np.isnan(loss_scale) else float(loss_scale),
-                    "skipped": bool(skipped),
-                    "first": self.layout.first(numbers, int(reason) < 2),
-                    "rows": [
-                        row.record(numbers)
-                        for row in self.layout.rows
-                        if not (skipped and row.kind == "update")
-                    ],
-                }
+        every = np.asarray(jax.device_get(self.numbers)).reshape(len(step), -1)
+        finite = np.asarray(jax.device_get(self.finite)).reshape(len(step), -1)
+        for number in dict.fromkeys(step[taken].tolist()):
+            alike = np.flatnonzero(taken & (step == number))
+            first = alike[0]
+            numbers = self.layout.by_key(every[alike])
+            rows = self.layout.rows
+            places = dict(self.layout.places)
+            yield {
+                "version": VERSION,
+                "step": number,
+                "reason": REASONS[reason[alike].max()],
+                "loss_scale": None if np.isnan(scale[first]) else float(scale[first]),
+                "skipped": bool(skipped[first]),
+                **self.layout.facts(numbers, np.asarray(finite[alike].all(0))),
+                "rows": [
+                    row.record(numbers, places)
+                    for row in rows
+                    if not (skipped[first] and row.kind == "update")
+                ],
+            }
 
 
 jax.tree_util.register_dataclass(
-    Snapshot, ["step", "taken", "reason", "loss_scale", "skipped", "numbers"], ["layout"]
+    Snapshot,
+    ["step", "taken", "reason", "loss_scale", "skipped", "finite", "numbers"],
+    ["layout"],
 )

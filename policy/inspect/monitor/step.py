@@ -1,11 +1,11 @@
-"""A traced train step: its program, its params, and what its optimizer tells."""
+"""A traced train step: its program, its params, and the state that it returns."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,13 +13,15 @@ import jax.numpy as jnp
 
 from policy.autocasting.parameters import ParamsArgument, parameters
 from policy.grads.loss_scale import StaticLossScale
-from policy.inspect.audit.flow import State, states_of
-from policy.inspect.monitor.updates import Param
+from policy.inspect.audit.flow import states_of
+from policy.inspect.monitor.updates import Param, is_trained
 from policy.inspect.traced.call import Call, input_paths, leaf_path
 from policy.optim.state import states_in
 from policy.programs.jaxprs import opened
-from policy.programs.rewriting.parts import TwoParts, divisible
+from policy.programs.reading.graph import Graph
 from policy.programs.tracing.trace import Traced, without_static
+
+_DEPTH = 2  # of a result, at which the new value of an argument is looked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,7 @@ class TrainStep:
       paths: the path of each array among its arguments.
       carried: the places of the outputs that are the next values of arguments, by theirs.
       params: the params.
+      graph: the program's graph.
     """
 
     call: Call
@@ -41,6 +44,7 @@ class TrainStep:
     paths: tuple[str, ...]
     carried: Mapping[int, int]
     params: tuple[Param, ...]
+    graph: Graph
 
     @classmethod
     def of(
@@ -54,44 +58,48 @@ class TrainStep:
         call = Call.of(fn, args, kwargs, params)
         jaxpr, shape = call.traced()
         called = None if call.lowered else fn
-        traced = Traced(jaxpr, _without_nesting(shape), call.arguments, called)
-        paths = tuple(_named_paths(call, fn))
-        states = states_of(traced)
-        carried = {state.argument: state.output for state in reversed(states)}
-        found = tuple(_params(call, called, paths, states))
+        names = _argument_names(fn)
+        traced = Traced(jaxpr, shape, call.arguments, called)
+        paths = tuple(_named_paths(call, names))
+        carried = _carried(traced, names)
+        graph = Graph(jaxpr)
+        found = tuple(_params(call, called, names, paths, carried, graph))
         if not found:
             raise ValueError(
                 "monitor found no params: the step should take floating params, and return new "
                 "ones under the same keys. Name the argument, as in params='weights'."
             )
-        return cls(call, shape, jaxpr, paths, carried, found)
-
-    def parts(self, on_nonfinite: bool) -> TwoParts:
-        """Returns the program in two parts. With `on_nonfinite` the first one tells whether the
-        step is finite, by the flags that depend on no new param; else there is nothing in it.
-        """
-        if not on_nonfinite:
-            return TwoParts(self.jaxpr, ())
-        outputs = opened(self.jaxpr)[0].outvars
-        arrays = [i for i in self.carried.values() if outputs[i].aval.shape]
-        divided, found = divisible(self.jaxpr, self.flags, arrays)
-        return TwoParts(divided, found, arrays if found else ())
+        return cls(call, shape, jaxpr, paths, carried, found, graph)
 
     @property
-    def flags(self) -> list[int]:
-        """The outputs that tell whether the step is finite: floating scalars, and the flag of
-        `mixed_precision`.
+    def flags(self) -> dict[int, str]:
+        """The paths of the outputs that tell whether the step is finite, by their places: floating
+        state and scalars, and the flag of `mixed_precision`.
         """
-        paths, carried = self.paths, self.carried
-        finite = {
-            carried[i] for i, path in enumerate(paths) if _is_state(path, "finite") and i in carried
-        }
-        return [
-            i
-            for i, atom in enumerate(opened(self.jaxpr)[0].outvars)
-            if i in finite
-            or (atom.aval.shape == () and jnp.issubdtype(atom.aval.dtype, jnp.floating))
-        ]
+        given = {output: i for i, output in self.carried.items()}
+        results = [leaf_path(path) for path, _ in jax.tree.leaves_with_path(self.shape)]
+        found: dict[int, str] = {}
+        for i, variable in enumerate(opened(self.jaxpr)[0].outvars):
+            path = self.paths[given[i]] if i in given else f"result {results[i]}".rstrip()
+            is_float = jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+            if (is_float and (i in given or not variable.aval.shape)) or _is_state(path, "finite"):
+                found[i] = path
+        return found
+
+    def finite(self, arrays: Sequence[Any], results: Sequence[Any]) -> jax.Array:
+        """Returns whether each of `flags` is finite, (flags,) bool.
+
+        State is, too, where it was not finite before the step.
+        """
+        given = {output: i for i, output in self.carried.items()}
+        each = []
+        for i in self.flags:
+            is_flag = results[i].dtype == bool
+            is_finite = results[i] if is_flag else jnp.isfinite(results[i])
+            if i in given and not is_flag:
+                is_finite |= ~jnp.isfinite(arrays[given[i]])
+            each.append(jnp.all(is_finite))
+        return jnp.stack(each)
 
     @property
     def outputs(self) -> int:
@@ -124,35 +132,9 @@ class TrainStep:
         return scale, finite
 
 
-def _without_nesting(shape: Any) -> Any:
-    """Returns a result with the elements of tuples in a tuple as its own: the carry of a scan."""
-    if type(shape) is not tuple:
-        return shape
-    return tuple(itertools.chain(*(one if type(one) is tuple else (one,) for one in shape)))
-
-
-def _named_paths(call: Call, fn: Any) -> list[str]:
-    """Returns the path of each array; that of a bare argument is its name.
-
-    Paths of nnx's state begin below its module.
-    """
-    names = _argument_names(fn)
-    of = call.lowered
-    if of is None or not of.states:
-        bare = {f"args[{i}]": name for i, name in enumerate(names)}
-        return [bare.get(path, path) for path in input_paths(call.arguments, of is not None)]
-    tree = jax.tree.unflatten(call.arguments.treedef, call.arguments.is_array)
-    keys = [key for key, is_array in jax.tree_util.tree_leaves_with_path(tree) if is_array]
-    origins = itertools.compress(of.origins(), call.arguments.is_array)
-    found: list[str] = []
-    for key, origin in zip(keys, origins, strict=True):
-        is_state = key[1].idx < 2  # parameters, and other state, by the place of their module
-        path = leaf_path(key[3:]).removesuffix("/value") if is_state else ""
-        name = names[origin] if origin is not None and origin < len(names) else ""
-        full = "/".join(filter(None, (name, path)))
-        numbered = (f"{full}/{i}" for i in range(len(keys)))
-        found.append(next(one for one in (path, full, *numbered) if one and one not in found))
-    return found
+def _is_state(path: str, name: str) -> bool:
+    """Returns whether a path is that of a field of `mixed_precision`'s state."""
+    return path == name or path.endswith(f"/{name}")
 
 
 def _argument_names(fn: Any) -> list[str]:
@@ -162,33 +144,130 @@ def _argument_names(fn: Any) -> list[str]:
         return []
 
 
-def _is_state(path: str, name: str) -> bool:
-    """Returns whether a path is that of a field of `mixed_precision`'s state."""
-    return path == name or path.endswith(f"/{name}")
+# --------------------------------------------------------------------------------------------------
+# State
+# --------------------------------------------------------------------------------------------------
 
 
-def _params(call: Call, called: Any, paths: Sequence[str], states: Sequence[State]) -> list[Param]:
-    outputs: dict[int, tuple[int, ...]] = {}
-    for state in states:
-        outputs[state.argument] = (*outputs.get(state.argument, ()), state.output)
+_Tree = dict[tuple[Any, ...], Any]  # shapes and dtypes of arrays, by their keys
+
+
+def _carried(traced: Traced, names: Sequence[str]) -> dict[int, int]:
+    """Returns the places of the outputs that are the next values of arguments, by theirs.
+
+    An argument's next value is the first part of the result with its keys, shapes and dtypes; one
+    that is returned under the argument's name comes before others. Arrays without keys are no
+    state.
+    """
+    found: dict[int, int] = {}
+    tree = jax.tree.unflatten(traced.arguments.treedef, traced.arguments.is_array)
+    paths = [path for path, is_array in jax.tree.leaves_with_path(tree) if is_array]
+    results = [path for path, _ in jax.tree.leaves_with_path(traced.shape)]
+    given = _parts(paths, traced.jaxpr.in_avals, 2)
+    returned = [_parts(results, traced.jaxpr.out_avals, depth) for depth in range(_DEPTH + 1)]
+    for (_, key), (places, tree) in given.items() if traced.called else ():
+        name = names[key] if isinstance(key, int) and key < len(names) else key
+        alike = [
+            (prefix[-1:] != (name,), outputs)
+            for parts in returned
+            for prefix, (outputs, part) in parts.items()
+            if part == tree and () not in tree
+        ]
+        taken = {*found.values()}
+        free = [outputs for _, outputs in sorted(alike) if taken.isdisjoint(outputs)]
+        found |= dict(zip(places, free[0], strict=True)) if free else {}
+    for state in states_of(traced):
+        if state.argument not in found and state.output not in found.values():
+            found[state.argument] = state.output
+    return found
+
+
+def _parts(
+    paths: Sequence[Any], avals: Sequence[Any], depth: int
+) -> dict[tuple[Any, ...], tuple[list[int], _Tree]]:
+    """Returns the parts of a tree at a depth by the keys to them: places of arrays, and shapes."""
+    found: dict[tuple[Any, ...], tuple[list[int], _Tree]] = {}
+    for i, (path, aval) in enumerate(zip(paths, avals, strict=True)):
+        keys = tuple(map(_key, path))
+        if len(keys) >= depth:
+            places, tree = found.setdefault(keys[:depth], ([], {}))
+            places.append(i)
+            tree[keys[depth:]] = aval.shape, aval.dtype
+    return found
+
+
+def _key(key: Any) -> Any:
+    return getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Paths and params
+# --------------------------------------------------------------------------------------------------
+
+
+def _named_paths(call: Call, names: Sequence[str]) -> list[str]:
+    """Returns the path of each array, below its argument; that of a bare argument is its name.
+
+    Paths that several arguments have begin with the name of the argument.
+    """
+    of, arguments = call.lowered, call.arguments
+    tree = jax.tree.unflatten(arguments.treedef, arguments.is_array)
+    keys = [key for key, is_array in jax.tree.leaves_with_path(tree) if is_array]
+    if of is None or not of.states:
+        short = input_paths(arguments, of is not None)
+        origins = [_key(key[1]) for key in keys]
+        bare = {f"args[{i}]": name for i, name in enumerate(names)}
+        short = [bare.get(path, path) for path in short]
+    else:
+        origins = list(itertools.compress(of.origins(), arguments.is_array))
+        # parameters, and other state, by the place of their module
+        is_state = [key[1].idx < 2 for key in keys]
+        pairs = zip(keys, is_state, strict=True)
+        short = [leaf_path(key[3:]).removesuffix("/value") if ours else "" for key, ours in pairs]
+    found: list[str] = []
+    for origin, path in zip(origins, short, strict=True):
+        name = names[origin] if isinstance(origin, int) and origin < len(names) else origin or ""
+        full = "/".join(filter(None, (str(name), path)))
+        is_first = bool(path) and short.count(path) == 1
+        options = (path if is_first else full, *(f"{full}/{i}" for i in range(len(keys))))
+        found.append(next(one for one in options if one and one not in found))
+    return found
+
+
+def _params(
+    call: Call,
+    called: Any,
+    names: Sequence[str],
+    paths: Sequence[str],
+    carried: Mapping[int, int],
+    graph: Graph,
+) -> Iterator[Param]:
+    """Yields the params: those that are named so, and those that the step trains."""
     args, kwargs = call.arguments.filled(call.arguments.arrays)
     named = call.params
-    if named is None and called is not None and "params" in _argument_names(called):
+    if named is None and called is not None and "params" in names:
         named = "params"
     marks = parameters(call.fn, named, args, kwargs)
-    places = [
-        i for i, mark in enumerate(itertools.compress(marks, call.arguments.is_array)) if mark
-    ]
-    of_state = [i for i in places if paths[i].startswith("params/")]
-    stored = {path: i for i, path in enumerate(paths) if "masters/" in path and i in outputs}
-    return [
-        Param(i, outputs[i], _beside(paths[i], stored))
-        for i in of_state or places
-        if i in outputs and jnp.issubdtype(call.arguments.arrays[i].dtype, jnp.inexact)
-    ]
+    arrays = call.arguments.arrays
+    state = [i for i in carried if jnp.issubdtype(arrays[i].dtype, jnp.inexact)]
+    marked = list(itertools.compress(marks, call.arguments.is_array))
+    places = [i for i in state if marked[i]]
+    if call.params is None:
+        given = (*args, *kwargs.values())
+        is_collection = any(isinstance(one, Mapping) and "params" in one for one in given)
+        fields = [i for i in places if paths[i].startswith("params/")]
+        is_sure = bool(named) or is_collection
+        every = _stored(state, paths, carried)
+        trained = [one.leaf for one in every if is_trained(graph, one)]
+        places = sorted({*(places if is_sure else fields), *trained}) or places
+    yield from _stored(places, paths, carried)
 
 
-def _beside(path: str, stored: Mapping[str, int]) -> int | None:
-    """Returns the place of the array that `mixed_precision` stores beside a param."""
-    ends = {path, path.partition("/")[2]}
-    return next((i for each, i in stored.items() if each.split("masters/", 1)[1] in ends), None)
+def _stored(places: Sequence[int], paths: Sequence[str], carried: Mapping[int, int]) -> list[Param]:
+    """Returns params with the arrays that `mixed_precision` stores with them, each for one."""
+    stored = {paths[i].split("masters/", 1)[1]: i for i in carried if "masters/" in paths[i]}
+    found: list[Param] = []
+    for i in places:
+        end = next((end for end in (paths[i], paths[i].partition("/")[2]) if end in stored), None)
+        found.append(Param(i, carried[i], None if end is None else stored.pop(end)))
+    return found

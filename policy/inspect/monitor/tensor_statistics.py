@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +34,7 @@ class Bits(NamedTuple):
     """The magnitudes of an array, as unsigned integers in the same order.
 
     Attributes:
-      numbers: uint32 or uint64, the bits of the array widened to `wide`, without signs.
+      numbers: uint32 or uint64, the bits of the array upcast to `wide`, without signs.
       wide: float32, or float64 for float64.
     """
 
@@ -134,38 +134,6 @@ def statistics_of(array: Any, axes: tuple[str, ...] = (), lost: Any = None) -> A
     counts = dict(zip(("squares", *masks), sums, strict=True))
     zero = jnp.zeros((), bits.wide)
     return jnp.stack([*maxima, *(counts.get(name, zero) for name in STATISTICS[_MAXIMA:])])
-
-
-def largest_by_device(array: Any, sizes: Mapping[str, int]) -> Any:
-    """Returns the largest magnitude of each device's part, float32; infinite beside NaN as well.
-
-    Args:
-      array: floating or complex.
-      sizes: of all mesh axes around, by name; devices are numbered along them in order.
-    """
-    magnitude = jnp.abs(array).astype(jnp.float32)
-    largest = jnp.max(jnp.where(jnp.isnan(magnitude), jnp.inf, magnitude), initial=0)
-    device = lax.axis_index(tuple(sizes))
-    count = math.prod(sizes.values())
-    # an infinite number times 0 is NaN: a select is none
-    return lax.psum(jnp.where(jnp.arange(count) == device, largest, 0), tuple(sizes))
-
-
-def outlying(largest: np.ndarray) -> list[int] | None:
-    """Returns the devices with a number that is not finite, or else one whose largest is far beyond
-    those of all others; None if there is none.
-
-    Args:
-      largest: those of each device, (..., devices).
-    """
-    worst = largest.reshape(-1, largest.shape[-1]).max(0, initial=0)
-    if not np.isfinite(worst).all():
-        return np.flatnonzero(~np.isfinite(worst)).tolist()
-    *others, one = np.sort(worst)
-    return [int(worst.argmax())] if len(worst) > 2 and one > _FAR * others[-1] > 0 else None
-
-
-_FAR = 16.0
 
 
 def _units(wide: np.dtype) -> tuple[Any, Any]:

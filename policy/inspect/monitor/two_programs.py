@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.autocasting.parameters import ParamsArgument
-from policy.inspect.monitor.snapshot import Snapshot, SnapshotRows, Span
+from policy.inspect.monitor.snapshot import Snapshot, SnapshotRows
 from policy.inspect.monitor.step import TrainStep
-
-_NO_ROWS = SnapshotRows((), (), (), Span(0, 0, (), (), 0, 0), (), ())
 
 
 @functools.partial(
@@ -46,28 +44,25 @@ def kept_unless_finite(fn: Callable[..., Any], params: ParamsArgument = None) ->
 
     def step(*args: Any, **kwargs: Any) -> tuple[Any, Finiteness]:
         traced = TrainStep.of(fn, args, kwargs, params)
-        arrays, carried = traced.arrays, traced.carried
+        arrays = traced.arrays
         results = jex_core.jaxpr_as_fun(traced.jaxpr)(*arrays)
-        is_finite = all_pass([results[i] for i in traced.flags])
-        for i, output in carried.items():
+        is_finite = jnp.all(traced.finite(arrays, results))
+        for i, output in traced.carried.items():
             results[output] = jnp.where(is_finite, results[output], arrays[i])
         leaves = list(itertools.compress(itertools.count(), traced.call.arguments.is_array))
-        kept = () if traced.call.lowered else tuple((leaves[i], o) for i, o in carried.items())
+        places = {} if traced.call.lowered else traced.carried
+        kept = tuple((leaves[i], output) for i, output in places.items())
         return traced.result(results), Finiteness(is_finite, kept)
 
     return step
-
-
-def all_pass(flags: list[jax.Array]) -> jax.Array:
-    """Returns whether some floating scalars are finite, and some bools are true, () bool."""
-    each = [flag if flag.dtype == bool else jnp.isfinite(flag) for flag in flags]
-    return functools.reduce(jnp.logical_and, each, jnp.array(True))
 
 
 def chosen_by_host(
     plain: Callable[..., Any], watched: Callable[..., Any], every: int
 ) -> Callable[..., tuple[Any, Snapshot]]:
     """Returns a function of a step's number, an integer on the host, and its arguments.
+
+    After a step that is not finite the next one is `watched` at once, as it may not be either.
 
     Args:
       plain: a step that returns its result, and a `Finiteness` or None.
@@ -77,20 +72,26 @@ def chosen_by_host(
     Raises:
       ValueError: at the call: `plain` would not find arguments that it overwrites if it ran again.
     """
+    was_finite = True
 
     def step(number: int, args: Any, kwargs: Any) -> tuple[Any, Snapshot]:
+        nonlocal was_finite
         is_due = number % every == 0
-        if not is_due:
+        if was_finite and not is_due:
             result, found = plain(*args, **kwargs)
             if found is not None:
                 _require_kept(args, kwargs, found)
-            if found is None or found.is_finite:
+            if found is None or np.all(found.is_finite):
                 return result, _not_taken(number)
             if found.kept:
                 args, kwargs = _as_before(args, kwargs, result, found)
         result, snapshot = watched(*args, **kwargs)
-        reason = snapshot.reason if is_due else np.int32(2)
-        return result, dataclasses.replace(snapshot, step=np.int32(number), reason=reason)
+        if not was_finite or not is_due:
+            was_finite = bool(np.all(snapshot.finite))
+            if was_finite and not is_due:
+                return result, _not_taken(number)
+        step = np.full(np.shape(snapshot.step), number, np.int32)
+        return result, dataclasses.replace(snapshot, step=step)
 
     return step
 
@@ -120,5 +121,6 @@ def _as_before(args: Any, kwargs: Any, result: Any, found: Finiteness) -> Any:
 
 def _not_taken(number: int) -> Snapshot:
     no = np.zeros((), bool)
-    arrays: list[Any] = [np.int32(number), no, np.int32(0), np.float32(np.nan), no, np.zeros(0)]
-    return Snapshot(*arrays, layout=_NO_ROWS)
+    of_step: list[Any] = [np.int32(number), no, np.int32(0), np.float32(np.nan), no]
+    of_step += [np.ones(0, bool), np.zeros(0)]
+    return Snapshot(*of_step, layout=SnapshotRows())

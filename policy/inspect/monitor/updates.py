@@ -15,7 +15,7 @@ from jax import lax
 from policy.inspect.monitor.tensor_statistics import bits_of
 from policy.optim.storage_modes import STORAGE_MODES, StorageMode
 from policy.programs.primitives import ADDITIONS, BITWISE, DRAWS, REASSEMBLES
-from policy.programs.reading.graph import Graph, Node, Value, is_joint
+from policy.programs.reading.graph import Graph, Node, Value, is_joint, readers_past
 from policy.programs.reading.matmul_operands import CastPlace, is_cotangent, place_of_site
 
 
@@ -42,12 +42,12 @@ class Param(NamedTuple):
 
     Attributes:
       leaf: its place among the arrays of the step.
-      outputs: those of the outputs that may be its new value.
-      stored: the place of the array that `mixed_precision` stores beside it, or None.
+      output: the place of its new value among the outputs.
+      stored: the place of the array that `mixed_precision` stores with it, or None.
     """
 
     leaf: int
-    outputs: tuple[int, ...]
+    output: int
     stored: int | None
 
 
@@ -63,49 +63,59 @@ class Reads(NamedTuple):
     leaves: dict[CastPlace, int]
 
 
-def reads_of(jaxpr: Any, params: Iterable[Param]) -> Reads:
+def reads_of(graph: Graph, params: Iterable[Param]) -> Reads:
     """Returns the gradients and updates of params, and the equations of their optimizer."""
-    graph = Graph(jaxpr)
     loops = {id(n.site.equation) for n in graph.nodes if n.name in ("carry", "row", "rows")}
     backward = {id(eqn) for n in graph.nodes if is_cotangent(n) for eqn in _around(n)} & loops
     found = Reads({}, {})
     for param in params:
-        reads, nodes = _reads(graph, param, backward)
+        additions, after = additions_to(graph, param)
+        gradients, between = _gradients(additions, backward)
+        dtype, mode = _storage(graph, param)
+        if any(node.name in DRAWS or node.name == "iota" for node in after):
+            mode = None
+        reads = [(node, ArrayRead("update", param.leaf, i, dtype, mode)) for node, i in additions]
+        reads += [
+            (node, ArrayRead("gradient", param.leaf, i, dtype, mode)) for node, i in gradients
+        ]
         for node, read in reads:
             at = found.arrays.setdefault(place_of_site(node.site), [])
             if read not in at:
                 at.append(read)
-        for node in nodes:
+        for node in (*between, *after, *(node for node, _ in additions)):
             found.leaves.setdefault(place_of_site(node.site), param.leaf)
     return found
 
 
-def _reads(
-    graph: Graph, param: Param, backward: Collection[int]
-) -> tuple[list[tuple[Node, ArrayRead]], list[Node]]:
-    """Returns the reads of a param's gradients and updates, and the nodes between."""
-    held = [graph.arguments[param.leaf]]
-    held += [] if param.stored is None else [graph.arguments[param.stored]]
-    dtype = np.dtype(held[0].aval.dtype)
-    mode: StorageMode | None = STORAGE_MODES["none"]
-    if param.stored is not None:
-        stored = np.dtype(held[1].aval.dtype)
-        mode = next(each for each in STORAGE_MODES.values() if each.stored_dtype == stored)
-    each = [_additions(graph.outputs[output], held) for output in param.outputs]
-    adds, seen = next((one for one in each if one[0]), each[0])
-    if any(node.name in DRAWS or node.name == "iota" for node in seen):
-        mode = None
-    gradients, between = _gradients(adds, backward)
-    reads = [(node, ArrayRead("update", param.leaf, i, dtype, mode)) for node, i in adds]
-    reads += [(node, ArrayRead("gradient", param.leaf, i, dtype, mode)) for node, i in gradients]
-    return reads, [*between, *seen, *(node for node, _ in adds)]
+def is_trained(graph: Graph, param: Param) -> bool:
+    """Returns whether a differentiated function reads an argument, and the step adds to it.
+
+    Moments of an optimizer and moving averages of params are not differentiated.
+    """
+    readers = readers_past(
+        [graph.arguments[param.leaf]], lambda node: is_joint(node) or node.name in REASSEMBLES
+    )
+    names = (str(eqn.source_info.name_stack) for node in readers for eqn in _around(node, True))
+    return any("jvp(" in name for name in names) and bool(additions_to(graph, param)[0])
 
 
-def _additions(new: Value, held: Sequence[Value]) -> tuple[list[tuple[Node, int]], list[Node]]:
+def _storage(graph: Graph, param: Param) -> tuple[Any, StorageMode | None]:
+    """Returns the dtype of a param, and the storage of its float32 value."""
+    dtype = np.dtype(graph.arguments[param.leaf].aval.dtype)
+    if param.stored is None:
+        return dtype, STORAGE_MODES["none"]
+    stored = np.dtype(graph.arguments[param.stored].aval.dtype)
+    modes = (mode for mode in STORAGE_MODES.values() if mode.stored_dtype == stored)
+    return dtype, next(modes, None)
+
+
+def additions_to(graph: Graph, param: Param) -> tuple[list[tuple[Node, int]], list[Node]]:
     """Returns the equations that add an update to a param, with its place among the operands.
 
     And the nodes after them. Conditionals hold one for each branch.
     """
+    new = graph.outputs[param.output]
+    held = [graph.arguments[i] for i in (param.leaf, param.stored) if i is not None]
     waiting, met, found, after = collections.deque([new]), {id(new)}, [], []
     while waiting:
         value = waiting.popleft()
@@ -126,14 +136,17 @@ def _additions(new: Value, held: Sequence[Value]) -> tuple[list[tuple[Node, int]
 
 
 def _alike(node: Node, value: Value) -> Iterator[Value]:
-    """Yields the operands of a node that have the shape of its result, or may in a `shard_map`."""
+    """Yields the operands of a node that have the shape of its result, but for rows of a scan, and
+    parts of arrays in a `shard_map`.
+    """
     for one in node.inputs:
-        if one.shape == value.shape or (one.maker is None and len(one.shape) == len(value.shape)):
+        is_part = one.maker is None and len(one.shape) == len(value.shape)
+        if one.shape == value.shape or is_part or node.name in ("row", "rows"):
             yield one
 
 
-def _holds(value: Value, held: Sequence[Value], depth: int = 24) -> bool:
-    """Returns whether a value is a param, widened, or joined with what is stored beside it."""
+def _holds(value: Value, held: Sequence[Value]) -> bool:
+    """Returns whether a value is a param, upcast, or joined with what is stored with it."""
     met, waiting = {id(value)}, [value]
     while waiting:
         one = waiting.pop()
@@ -177,9 +190,9 @@ def _gradients(
     return found, list(met.values())
 
 
-def _around(node: Node) -> Iterator[Any]:
-    """Yields the equations around a node, and its own if it is a joint."""
-    site = node.site if is_joint(node) else node.site.around
+def _around(node: Node, itself: bool = False) -> Iterator[Any]:
+    """Yields the equations around a node, and its own if it is a joint or `itself`."""
+    site = node.site if itself or is_joint(node) else node.site.around
     while site is not None:
         yield site.equation
         site = site.around

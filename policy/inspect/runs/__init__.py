@@ -1,1 +1,1 @@
-"""The log of a training run: its page, and advice."""
+"""The log of a training run, and advice."""

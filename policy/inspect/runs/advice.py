@@ -1,18 +1,93 @@
-"""Advice about a run: its faults, their places and first steps, and the remedies."""
+"""Advice about a run: its faults, with their places and first steps, as the records prove them."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from policy.inspect.runs.advice_kinds import ADVICE_KINDS as ADVICE_KINDS
-from policy.inspect.runs.advice_kinds import Advice as Advice
-from policy.inspect.runs.history import RunRecord, is_ordinary, series_of
-from policy.inspect.runs.not_finite import not_finite, skips
-from policy.inspect.runs.ranges import dead, eight_bits, near_overflow, underflow, vanished
-from policy.inspect.runs.spikes import spikes
+import jax.numpy as jnp
 
-_BY_ROW = (vanished, underflow, near_overflow, eight_bits)
+from policy.inspect.monitor.snapshot import first_of, identity_of
+
+RunRecord = dict[str, Any]
+
+OVERFLOW = "overflow"
+DIVISION = "division-by-zero"
+NOT_FINITE = "not-finite"
+INPUT = "input-not-finite"
+STATE = "state-not-finite"
+SCALE = "loss-scale"
+SKIPS = "many-skips"
+VANISHED = "vanished-updates"
+NO_UPDATE = "no-updates"
+UNDERFLOW = "underflow"
+
+LEAST = 3  # records in a row, for what one record does not show
+HALF = 0.5  # the share that is too much of updates and gradients
+SAME_SCALE = 4  # skipped steps at one loss scale
+SKIPPED = 0.1  # the share of skipped steps, after the first ones
+SETTLED = 30  # steps, in which a loss scale finds its level
+IDLE = 10  # records in a row without a change of params
+
+ADVICE_KINDS = {
+    OVERFLOW: "A result exceeds the largest number of its dtype, and its operands are finite.",
+    DIVISION: "A division, root or logarithm of finite numbers is infinite or NaN.",
+    NOT_FINITE: "Another result or output of a step is infinite or NaN.",
+    INPUT: "An argument of a step that is not finite is not finite, and was in all finite steps.",
+    STATE: "Params or state are not finite before a step, and no recorded step made them so.",
+    SCALE: "The loss scale is below 1, or at 1 and gradients still overflow in "
+    f"{LEAST} or more steps; or {SAME_SCALE} or more overflow at one scale, that stays.",
+    SKIPS: f"Over {SKIPPED:.0%} of the steps are skipped, without the first {SETTLED}.",
+    VANISHED: f"{HALF:.0%} or more of a param's updates round away, in {LEAST} or more records in "
+    "a row; params in 16 bits or fewer.",
+    NO_UPDATE: f"No param changes in {IDLE} or more records in a row; updates are 0, gradients "
+    "are not.",
+    UNDERFLOW: f"{HALF:.0%} or more of the non-zero float16 gradients or updates are subnormal, in "
+    f"{LEAST} or more records in a row.",
+}
+
+_DIVISIONS = {
+    ("log", "inf"): "an operand is 0",
+    ("log", "nan"): "an operand is negative",
+    ("log1p", "inf"): "an operand is -1",
+    ("log1p", "nan"): "an operand is below -1",
+    ("rsqrt", "inf"): "an operand is 0",
+    ("rsqrt", "nan"): "an operand is negative",
+    ("sqrt", "nan"): "an operand is negative",
+    ("div", "nan"): "both operands are 0",
+    ("div", "inf"): "the divisor is 0, or the quotient exceeds the dtype",
+}
+_OTHER = frozenset(("pow", "rem"))  # divide by 0, or overflow
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """A fault of a run, and the remedy where there is one.
+
+    >>> from policy.inspect.runs.advice import advise
+    >>> nothing = {"first": None, "outputs": [], "entered": [], "made": [], "rows": []}
+    >>> record = {"step": 7, "skipped": True, "loss_scale": 0.5, **nothing}
+    >>> [(one.kind, one.step) for one in advise([record])]
+    [('loss-scale', 7)]
+
+    Attributes:
+      kind: one of `policy.inspect.runs.advice.ADVICE_KINDS`.
+      path: of the module, or of the array for params and their updates; "" outside of any.
+      step, until: the first and last step that show it.
+      message: the fault and the remedy, in a sentence or two each.
+      line: the line of the user's code, or "".
+      layers: the steps of a scan over layers, where it happens in one.
+    """
+
+    kind: str
+    path: str
+    step: int
+    until: int
+    message: str
+    line: str = ""
+    layers: tuple[int, ...] = ()
 
 
 def advise(records: Sequence[RunRecord]) -> tuple[Advice, ...]:
@@ -21,27 +96,245 @@ def advise(records: Sequence[RunRecord]) -> tuple[Advice, ...]:
     Args:
       records: of a run, in the order of their steps, as `RunLog.records` returns them.
     """
-    rows = series_of([record for record in records if is_ordinary(record)])
-    every = [*rows.values()]
-    inputs = [
-        {**record, "rows": [row for row in record["rows"] if row["kind"] == "input"]}
-        for record in records
-    ]
-    found = [*not_finite(records), *skips(records), *dead(every)]
-    found += spikes([*series_of(inputs).values()], every)
-    found += [advice for row in every for check in _BY_ROW for advice in check(row, rows)]
+    finite = [one for one in records if not one["outputs"] and not one["skipped"]]
+    found = [*_not_finite(records), *_scale(records), *_idle(finite)]
+    found += [*_rows(finite)]
     order = list(ADVICE_KINDS)
-    return tuple(sorted(_joined(found), key=lambda one: (order.index(one.kind), one.step)))
+    return tuple(sorted(found, key=lambda one: (order.index(one.kind), one.step)))
 
 
-def _joined(found: Sequence[Advice]) -> Iterator[Advice]:
-    """Yields advice of all layers of a scan as one, the earliest one's."""
-    kinds: dict[tuple[str, str, str], list[Advice]] = {}
-    for one in found:
-        place = one.line if not one.layers else ""
-        kinds.setdefault((one.kind, one.path, place), []).append(one)
-    for alike in kinds.values():
-        first = min(alike, key=lambda one: one.step)
-        layers = tuple(sorted({layer for one in alike for layer in one.layers}))
-        until = max(one.until for one in alike)
-        yield dataclasses.replace(first, layers=layers, until=until)
+# --------------------------------------------------------------------------------------------------
+# Infinities and NaN
+# --------------------------------------------------------------------------------------------------
+
+
+def _not_finite(records: Sequence[RunRecord]) -> Iterator[Advice]:
+    """Yields advice for each first value that is not finite, at its first step.
+
+    A gradient that overflows under a loss scale, and is skipped, is the scale's own search. Params
+    and state that are not finite after a step that was not are its consequence.
+    """
+    facts = (one for r in records if not r["outputs"] for one in (*r["entered"], *r["made"]))
+    usual = {identity_of(one) for one in facts}
+    origins: dict[tuple[Any, ...], list[tuple[RunRecord, dict[str, Any]]]] = {}
+    last_finite, is_later = None, False
+    for record in records:
+        first = first_of(record, usual) if record["outputs"] else None
+        if first is None:
+            last_finite = record["step"]
+            continue
+        if _is_search(record, first):
+            continue
+        kinds = {one["path"]: one["kind"] for one in record["entered"]}
+        kind = kinds.get(first["entered"], "")
+        if not (is_later and kind in ("param", "state")):
+            place = kind, identity_of(first), None if is_later else last_finite
+            origins.setdefault(place, []).append((record, first))
+        is_later = True
+    for (kind, _, before), alike in origins.items():
+        (record, first), until = alike[0], alike[-1][0]["step"]
+        name, message = _cause(first, kind, before)
+        times = f" In {len(alike)} steps until {until}." if len(alike) > 1 else ""
+        layers = () if first["layer"] is None else (first["layer"],)
+        message = f"{message}{times}"
+        yield Advice(name, first["path"], record["step"], until, message, first["line"], layers)
+
+
+def _cause(first: Mapping[str, Any], kind: str, before: int | None) -> tuple[str, str]:
+    """Returns the kind of a first value that is not finite, and what is known of it."""
+    operation, dtype = first["operation"], first["dtype"]
+    if kind in ("param", "state"):
+        when = "first recorded one" if before is None else f"last recorded one before it, {before},"
+        return STATE, (
+            f"{first['entered']} is not finite before this step, and the {when} does not show why. "
+            "monitor(..., on_nonfinite=True) records the step that makes it so."
+            if before is not None
+            else f"{first['entered']} is not finite before this step, the {when.strip()}."
+        )
+    if kind == "input":
+        return INPUT, (
+            f"The input {first['entered']} is not finite before the model runs{_where(first)}."
+        )
+    if operation == "output":
+        return NOT_FINITE, f"{first['path']} is not finite."
+    value = {"inf": "infinite", "nan": "NaN"}[first["value"]]
+    said = f"{operation} ({first['direction']}) in {dtype} is {value}{_where(first)}"
+    if not first["is_fresh"]:
+        return NOT_FINITE, f"{said}: an operand is infinite."
+    if (operation, first["value"]) in _DIVISIONS:
+        tiny = float(jnp.finfo(dtype).smallest_subnormal) / 2
+        rounds = f" {dtype} rounds numbers below {tiny:.2g}, such as an epsilon, to 0."
+        is_zero = first["value"] == "inf" and dtype == "float16"
+        return DIVISION, f"{said}: {_DIVISIONS[operation, first['value']]}.{rounds * is_zero}"
+    is_cast = operation == "convert_element_type"
+    if operation in _OTHER or (first["value"] == "nan" and not is_cast):
+        return NOT_FINITE, f"{said}, and its operands are finite."
+    remedy = ""
+    if dtype == "float16":
+        remedy = " mixed_bfloat16 in place of mixed_float16 has the range of float32."
+        if first["direction"] == "backward":
+            remedy = ' Or take mixed_precision(..., loss_scale="dynamic"), which lowers a scale.'
+            remedy = " mixed_bfloat16 has the range of float32." + remedy
+    return OVERFLOW, f"{said}: it exceeds {float(jnp.finfo(dtype).max):.6g}.{remedy}"
+
+
+def _where(first: Mapping[str, Any]) -> str:
+    parts: list[str] = []
+    for name, prefix in (("examples", "in example"), ("devices", "on device")):
+        if found := first[name]:
+            plural = "s" if len(found) > 1 and found[0] != found[-1] else ""
+            numbers = dict.fromkeys(found)
+            joined = (" to " if name == "examples" else ", ").join(map(str, numbers))
+            parts.append(f" {prefix}{plural} {joined}")
+    return "".join(parts)
+
+
+def _is_search(record: RunRecord, first: Mapping[str, Any]) -> bool:
+    """Returns whether a dynamic loss scale handles it: gradients overflow, the step is skipped."""
+    is_backward = first["direction"] == "backward"
+    return bool(is_backward and record["skipped"] and (record["loss_scale"] or 1.0) != 1.0)
+
+
+# --------------------------------------------------------------------------------------------------
+# The loss scale
+# --------------------------------------------------------------------------------------------------
+
+
+def _scale(records: Sequence[RunRecord]) -> Iterator[Advice]:
+    """Yields advice on the loss scale and on skipped steps."""
+    scaled = [record for record in records if record["loss_scale"] is not None]
+    missed = [one for one in scaled if one["skipped"] and _direction(one) != "forward"]
+    low = [one for one in scaled if float(one["loss_scale"]) < 1]
+    if low:
+        scale = min(float(one["loss_scale"]) for one in low)
+        said = f"The loss scale fell to {scale:.3g}. Below 1 it loses gradients: that of"
+        yield _on_scale(low, f'{said} loss_scale="dynamic" is never below 1.')
+    at_floor = [one for one in missed if float(one["loss_scale"]) == 1]
+    if len(at_floor) >= LEAST:
+        said = f"The loss scale is at its minimum of 1, and gradients of {len(at_floor)} steps"
+        yield _on_scale(at_floor, f"{said} overflow.")
+    scales = {float(record["loss_scale"]) for record in scaled}
+    if len(scales) == 1 and min(scales) > 1 and len(missed) >= SAME_SCALE:
+        said = f"Gradients overflow at the loss scale {min(scales):g} in {len(missed)} steps."
+        yield _on_scale(missed, f'{said} It stays: loss_scale="dynamic" halves it.')
+    start = scaled[0]["step"] + SETTLED if scaled else 0
+    late = [one for one in scaled if one["skipped"] and one["step"] >= start]
+    count = scaled[-1]["step"] - start + 1 if scaled else 0
+    if len(late) > max(SAME_SCALE, SKIPPED * count):
+        said = f"{len(late)} steps are skipped, {len(late) / count:.1%} of those after {start}."
+        yield _on_scale(late, said, SKIPS)
+
+
+def _on_scale(alike: Sequence[RunRecord], message: str, kind: str = SCALE) -> Advice:
+    firsts = [one["first"] for one in alike if one["first"]]
+    paths = collections.Counter(first["path"] for first in firsts)
+    path = paths.most_common(1)[0][0] if paths else ""
+    line = next((first["line"] for first in firsts), "")
+    return Advice(kind, path, alike[0]["step"], alike[-1]["step"], message, line)
+
+
+def _direction(record: RunRecord) -> str:
+    return record["first"]["direction"] if record["first"] else ""
+
+
+# --------------------------------------------------------------------------------------------------
+# Params, gradients and updates
+# --------------------------------------------------------------------------------------------------
+
+
+def _idle(records: Sequence[RunRecord]) -> Iterator[Advice]:
+    """Yields advice on a run whose params are the same in many records in a row."""
+    alike: list[RunRecord] = []
+    before: Any = None
+    for record in (*records, None):
+        params = record and {
+            row["path"]: row["numbers"] for row in record["rows"] if row["kind"] == "param"
+        }
+        is_idle = bool(record and params and params == before and not _has(record, "update"))
+        if record and is_idle and _has(record, "gradient"):
+            alike.append(record)
+            continue
+        if len(alike) >= IDLE - 1:
+            made = [{identity_of(one): one for one in each["made"]} for each in alike]
+            common = [one for key, one in made[0].items() if all(key in each for each in made)]
+            said = "No param changes: updates are 0, and gradients are not."
+            path = line = ""
+            if common:
+                path, line = common[0]["path"], common[0]["line"]
+                said += f" In these steps {common[0]['operation']} in {common[0]['dtype']} is"
+                said += f" {common[0]['value']}."
+            yield Advice(NO_UPDATE, path, alike[0]["step"], alike[-1]["step"], said, line)
+        alike, before = [], params
+
+
+def _has(record: RunRecord, kind: str) -> bool:
+    """Returns whether some number of a kind is not 0."""
+    rows = (row for row in record["rows"] if row["kind"] == kind)
+    return any(max(_layers(row["numbers"]["largest"])) > 0 for row in rows)
+
+
+def _rows(records: Sequence[RunRecord]) -> Iterator[Advice]:
+    """Yields advice on updates that round away, and on float16 gradients that are too small."""
+    params = {
+        row["path"]: row["dtype"] for r in records for row in r["rows"] if row["kind"] == "param"
+    }
+    series: dict[tuple[str, str, str], list[tuple[int, dict[str, Any]]]] = {}
+    for record in records:
+        for row in record["rows"]:
+            dtype = params.get(row["path"], row["dtype"])
+            if row["kind"] == "update" and jnp.dtype(dtype).itemsize < 4:
+                series.setdefault((row["path"], "lost", dtype), []).append((record["step"], row))
+            if row["kind"] in ("cotangent", "gradient", "update") and row["dtype"] == "float16":
+                key = row["path"], "below", row["kind"]
+                series.setdefault(key, []).append((record["step"], row))
+    for (path, name, what), rows in series.items():
+        found = [(step, _worst_layers(row["numbers"], name), row) for step, row in rows]
+        for alike in _streaks(found):
+            (start, _, row), until = alike[0], alike[-1][0]
+            layers = tuple(sorted({i for _, each, _ in alike for i in each if i is not None}))
+            share = sorted(max(each.values()) for _, each, _ in alike)[len(alike) // 2]
+            message = _on_row(name, what, share)
+            kind = VANISHED if name == "lost" else UNDERFLOW
+            yield Advice(kind, path, start, until, message, row["line"], layers)
+            break
+
+
+def _on_row(name: str, what: str, share: float) -> str:
+    part = "100%" if share >= 1 else f"{min(share, 0.999):.1%}"
+    if name == "lost":
+        return (
+            f"{part} of the updates of this {what} param round away: they are below half of its "
+            'last digit. Wrap the optimizer: policy.mixed_precision(tx, ..., master_weights="auto")'
+            " keeps the float32 value; or store the param in float32."
+        )
+    if what == "update":
+        remedy = "Run the optimizer in float32: policy.mixed_precision(tx, ...)."
+    else:
+        remedy = 'Scale the loss: mixed_precision(..., loss_scale="dynamic"), or take'
+        remedy += " mixed_bfloat16."
+    noun = "updates" if what == "update" else "gradients"
+    return f"{part} of the non-zero {noun} are subnormal in float16. {remedy}"
+
+
+def _worst_layers(numbers: Mapping[str, Any], name: str) -> dict[int | None, float]:
+    """Returns the shares of non-zero elements, by layer, that are too large."""
+    is_stack = isinstance(numbers["zeros"], list)
+    pairs = zip(_layers(numbers.get(name, 0.0)), _layers(numbers["zeros"]), strict=False)
+    shares = (each / (1 - zeros) if zeros < 1 else 0.0 for each, zeros in pairs)
+    return {i if is_stack else None: share for i, share in enumerate(shares) if share >= HALF}
+
+
+def _layers(numbers: Any) -> list[float]:
+    return list(map(float, numbers)) if isinstance(numbers, list) else [float(numbers)]
+
+
+def _streaks(found: Iterable[tuple[int, Any, Any]]) -> Iterator[list[tuple[int, Any, Any]]]:
+    """Yields the runs of `LEAST` or more in a row that have some layers."""
+    alike: list[tuple[int, Any, Any]] = []
+    for one in (*found, (0, {}, None)):
+        if one[1]:
+            alike.append(one)
+            continue
+        if len(alike) >= LEAST:
+            yield alike
+        alike = []

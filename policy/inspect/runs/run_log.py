@@ -6,21 +6,23 @@ import collections
 import functools
 import importlib
 import json
+import os
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 
-from policy.inspect.runs.advice import Advice, advise
-from policy.inspect.runs.history import RunRecord
-from policy.inspect.runs.page import run_page
+from policy.core.messages import warn_once
+from policy.inspect.monitor.snapshot import VERSION
+from policy.inspect.runs.advice import Advice, RunRecord, advise
 from policy.inspect.runs.text import run_text
 
-VERSION = 1
 _MOST_WAITING = 256  # snapshots that wait for their arrays, before `write` waits for the oldest
 _WRITERS = ("tensorboardX", "clu.metric_writers")
+_FIELDS = frozenset(("skipped", "loss_scale", "first", "outputs", "entered", "made", "rows"))
 
 
 class RunLog:
@@ -28,6 +30,7 @@ class RunLog:
 
     A file that exists is continued. A record of a step that the file is already beyond, as after
     a restart from a checkpoint, replaces the records from that step on: readers leave them out.
+    Records that two processes write at the same time are all kept.
 
     >>> import tempfile
     >>> import jax.numpy as jnp
@@ -58,17 +61,18 @@ class RunLog:
         if not self.path.parent.is_dir():
             raise ValueError(f"{path} can't be written: there is no folder {self.path.parent}.")
         self._waiting: collections.deque[Any] = collections.deque()
-        self._file: TextIO | None = None
+        self._writer = uuid.uuid4().hex[:8]
         self._scalars = None if tensorboard is None else scalar_writer(tensorboard)
         if self.path.exists():
-            read_records(self.path)  # refuses other files
-        if step is not None and self.path.exists():
-            self._write_line({"version": VERSION, "restart": int(step)})
+            read_records(self.path)  # rejects other files
+            if step is not None:
+                self._write_line({"version": VERSION, "restart": int(step)})
 
     def write(self, snapshot: Any) -> None:
         """Writes the records of a snapshot once its arrays are ready; doesn't wait for them.
 
-        Give it the snapshot of each step: one that was not taken writes nothing.
+        Give it the snapshot of each step: one that was not taken writes nothing. A file that can't
+        be written, such as on a full disk, gives a warning.
         """
         self._waiting.append(snapshot)
         while self._waiting and (len(self._waiting) > _MOST_WAITING or _is_ready(self._waiting[0])):
@@ -78,15 +82,10 @@ class RunLog:
         """Waits for the snapshots that are not ready, and writes all to the file."""
         while self._waiting:
             self._write_oldest()
-        if self._file is not None:
-            self._file.flush()
 
     def close(self) -> None:
-        """Flushes and closes the file. A later `write` opens it again."""
+        """Flushes the file. A later `write` continues it."""
         self.flush()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
     def __enter__(self) -> RunLog:
         return self
@@ -108,20 +107,6 @@ class RunLog:
         """Returns the faults of the run, the gravest first."""
         return advise(self.records())
 
-    def to_html(self) -> str:
-        """Returns the run as one self-contained HTML page."""
-        return run_page(self.records(), self.path.name)
-
-    def save(self, path: str | Path) -> None:
-        """Writes the HTML page.
-
-        Raises:
-          ValueError: the file's name doesn't end with .html.
-        """
-        if Path(path).suffix != ".html":
-            raise ValueError(f"The page of a run is saved as .html, but got {str(path)!r}.")
-        Path(path).write_text(self.to_html(), encoding="utf-8")
-
     def __str__(self) -> str:
         return run_text(self.records(), self.path.name)
 
@@ -134,60 +119,82 @@ class RunLog:
     def _write_line(self, line: Mapping[str, Any]) -> None:
         if jax.process_index():
             return  # each process has the same records
-        if self._file is None:
-            self._file = _opened_at_a_line(self.path)
-        self._file.write(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n")
-        self._file.flush()
+        line = {"writer": self._writer, **line}
+        text = json.dumps(line, allow_nan=False, separators=(",", ":"))
+        try:
+            with self.path.open("a+b", buffering=0) as file:
+                whole = f"{text}\n".encode()
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    # what was left incomplete, as on a full disk, becomes a line of its own
+                    whole = whole if file.read(1) == b"\n" else b"\n" + whole
+                if file.write(whole) != len(whole):
+                    raise OSError("the disk is full")
+        except OSError as error:
+            warn_once(f"Records of the run are lost: {self.path} can't be written: {error}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+# --------------------------------------------------------------------------------------------------
 
 
 def read_records(path: str | Path) -> list[RunRecord]:
     """Returns the records of a log, in the order of their steps, without those that were replaced.
 
-    A last line that is not complete, as of a run that was killed or still writes, is left out.
+    Lines that are no records, such as an incomplete one of a run that was killed, are left out.
 
     Raises:
-      ValueError: there is no such file, or a line is not a record of this version.
+      ValueError: there is no such file, or it has lines, and none is a record of this version.
     """
+    lines = list(_lines(Path(path)))
+    given = [(number, line) for number, line in enumerate(map(_record, lines)) if line]
+    if not given and any(lines):
+        raise ValueError(
+            f"{path} has no record of a run in version {VERSION}, but {lines[0][:40]!r}. Give the "
+            "file that policy.inspect.RunLog wrote."
+        )
+    last = {line.get("writer"): number for number, line in given}
     found: list[RunRecord] = []
-    for number, line in enumerate(_complete_lines(Path(path)), 1):
-        try:
-            record = json.loads(line)
-            version = record["version"]
-            first = record["restart"] if "restart" in record else record["step"]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"{path}: line {number} is not a record of a run, but {line[:40]!r}. Give the file "
-                "that policy.inspect.RunLog wrote."
-            ) from None
-        if version != VERSION:
-            raise ValueError(
-                f"{path}: line {number} has version {version!r}, and this policy reads {VERSION}. "
-                "Read it with the policy that wrote it."
-            )
-        while found and found[-1]["step"] >= first:
-            found.pop()
-        if "restart" not in record:
-            found.append(record)
-    return found
+    begun: set[Any] = set()
+    for number, line in given:
+        step, writer = line.get("restart", line.get("step")), line.get("writer")
+        if found and (writer not in begun or found[-1]["step"] >= step):
+            # those of a writer that goes on are of another process
+            ended = {one for one in begun if last[one] < number} if writer not in begun else set()
+            found = [
+                one
+                for one in found
+                if one["step"] < step or one.get("writer") not in {writer, *ended}
+            ]
+        begun.add(writer)
+        if "restart" not in line:
+            found.append(line)
+    return sorted(found, key=lambda record: record["step"])
 
 
-def _complete_lines(path: Path) -> Iterator[str]:
-    if not path.is_file():
-        raise ValueError(f"There is no file {path}. Give the file that a RunLog wrote.")
+def _record(line: str) -> RunRecord | None:
+    """Returns a record, or the line of a restart; None for any other line."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not text. Give the file that a RunLog wrote.") from None
-    yield from text.split("\n")[:-1]
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or record.get("version") != VERSION:
+        return None
+    is_record = isinstance(record.get("step"), int) and record.keys() >= _FIELDS
+    return record if is_record or isinstance(record.get("restart"), int) else None
 
 
-def _opened_at_a_line(path: Path) -> TextIO:
-    """Opens a file at its end, without a last line that is not complete."""
-    if path.exists():
-        text = path.read_bytes()
-        with path.open("r+b") as file:
-            file.truncate(text.rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8")
+def _lines(path: Path) -> Iterator[str]:
+    """Yields the lines of a file that are complete and not empty."""
+    if not path.is_file():
+        raise ValueError(
+            f"There is no file {path}. Give the file that policy.inspect.RunLog wrote."
+        )
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.endswith("\n") and line.strip():
+                yield line
 
 
 def _is_ready(snapshot: Any) -> bool:
@@ -234,9 +241,7 @@ def _scalars_of(record: RunRecord) -> Iterator[tuple[str, float]]:
         yield "skipped", float(record["skipped"])
     for row in record["rows"]:
         for name, number in row["numbers"].items():
-            parts = (row["kind"], row["path"], name)
-            if isinstance(number, list):
-                for layer, one in enumerate(number):
-                    yield "/".join(filter(None, (*parts, str(layer)))), float(one)
-            else:
-                yield "/".join(filter(None, parts)), float(number)
+            parts = [part for part in (row["kind"], row["path"], name) if part]
+            each = enumerate(number) if isinstance(number, list) else [("", number)]
+            for layer, one in each:
+                yield "/".join(filter(None, (*parts, str(layer)))), float(one)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-import numpy as np
-
-from policy.inspect.render.html import OUTSIDE
 from policy.inspect.render.text import Paint, short
-from policy.inspect.runs.advice import Advice, advise
-from policy.inspect.runs.history import RunRecord, Series, series_of
+from policy.inspect.runs.advice import Advice, RunRecord, advise
 from policy.programs.paths import folded
 
 _WIDTH = 100
 _ROWS = 12  # of the table
-_SHOWN = 1e-3  # the least share, on average, that is shown
-_BLOCKS = " ▁▂▃▄▅▆▇█"
-_COLUMNS = 24  # of a row's history
+_SHOWN = 1e-3  # the least share that is shown
+_OUTSIDE = "(outside of any module)"
 
 
 def run_text(records: Sequence[RunRecord], name: str, *, colour: bool = False) -> str:
@@ -28,19 +24,22 @@ def run_text(records: Sequence[RunRecord], name: str, *, colour: bool = False) -
       name: of the log.
       colour: marks words by escape codes of terminals.
     """
-    paint = Paint(colour)
-    advice = advise(records)
-    lines = [paint("bold", f"{name}: {summary(records, advice)}")]
-    for kind in dict.fromkeys(one.kind for one in advice):
-        lines += ["", *_of_kind([one for one in advice if one.kind == kind], paint)]
-    lines += ["", *_table(records)]
+    paint, advice = Paint(colour), advise(records)
+    lines = [paint("bold", _printable(f"{name}: {summary(records, advice)}"))]
+    alike: dict[tuple[str, int, str], list[Advice]] = {}
+    for one in advice:
+        alike.setdefault((one.kind, one.step, one.line), []).append(one)
+    for each in alike.values():
+        first, *rest = map(_printable, _of_kind(each))
+        lines += ["", paint("bad", each[0].kind) + first, *rest]
+    lines += ["", *map(_printable, _table(records))]
     return "\n".join(line.rstrip() for line in lines).rstrip()
 
 
 def summary(records: Sequence[RunRecord], advice: Sequence[Advice]) -> str:
     """Returns a run in a line: its steps, skipped ones, loss scale, and how much advice there is.
 
-    >>> record = {"step": 3, "skipped": True, "loss_scale": 2.0, "first": None, "rows": []}
+    >>> record = {"step": 3, "skipped": True, "loss_scale": 2.0}
     >>> summary([record], ())
     '1 record of step 3, 1 skipped, loss scale 2, no advice'
     """
@@ -59,75 +58,50 @@ def summary(records: Sequence[RunRecord], advice: Sequence[Advice]) -> str:
     return ", ".join(parts)
 
 
-def advice_by_message(advice: Sequence[Advice]) -> list[list[Advice]]:
-    """Returns advice of repeated modules together: that of one kind, first step and line."""
-    found: dict[tuple[str, int, str], list[Advice]] = {}
-    for one in advice:
-        found.setdefault((one.kind, one.step, one.line), []).append(one)
-    return [*found.values()]
+def _printable(text: str) -> str:
+    """Returns a text without control characters, which a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def place_of(advice: Advice) -> str:
-    """Returns where and when in words: ``decoder/mlp, layer 3, step 120 to 300``."""
-    parts = [advice.path or OUTSIDE]
-    if advice.layers:
-        numbers = ", ".join(folded(str(layer) for layer in advice.layers))
-        parts.append(f"layer{'s' if len(advice.layers) > 1 else ''} {numbers}")
-    until = f" to {advice.until}" if advice.until != advice.step else ""
-    return ", ".join((*parts, f"step {advice.step}{until}"))
-
-
-def _of_kind(advice: Sequence[Advice], paint: Paint) -> Iterator[str]:
-    for alike in advice_by_message(advice):
-        one = alike[0]
-        line = f", {one.line}" if one.line else ""
-        yield f"{paint('bad', one.kind)}  {place_of(one)}{line}"
+def _of_kind(advice: Sequence[Advice]) -> Iterator[str]:
+    """Yields the lines of advice on several modules alike, the first one without the kind."""
+    one = advice[0]
+    parts = [one.path or _OUTSIDE]
+    if one.layers:
+        numbers = ", ".join(folded(str(layer) for layer in one.layers))
+        parts.append(f"layer{'s' if len(one.layers) > 1 else ''} {numbers}")
+    until = f" to {one.until}" if one.until != one.step else ""
+    yield "  " + ", ".join(filter(None, (*parts, f"step {one.step}{until}", one.line)))
+    yield from textwrap.wrap(one.message, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    if others := folded(other.path for other in advice[1:]):
+        more = f"also: {', '.join(others)}"
         yield from textwrap.wrap(
-            one.message, _WIDTH, initial_indent="    ", subsequent_indent="    "
+            more, _WIDTH, initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False
         )
-        if others := folded(other.path for other in alike[1:]):
-            more = f"also: {', '.join(others)}"
-            yield from textwrap.wrap(
-                more, _WIDTH, initial_indent="    ", subsequent_indent="      ",
-                break_on_hyphens=False,
-            )  # fmt: skip
-
-
-# --------------------------------------------------------------------------------------------------
-# The table
-# --------------------------------------------------------------------------------------------------
 
 
 def _table(records: Sequence[RunRecord]) -> Iterator[str]:
-    """Yields the rows that lose most, with the history of the share lost."""
-    rows = [row for row in series_of(records).values() if row.lost.mean() >= _SHOWN]
-    rows.sort(key=lambda row: -float(np.mean(row.lost)))
+    """Yields the rows of the last record that lose most."""
+    rows = [(_lost(row), row) for row in (records[-1]["rows"] if records else ())]
+    rows = sorted((one for one in rows if one[0] >= _SHOWN), key=lambda one: -one[0])
     if not rows:
         return
-    labels = [row_name(row) for row in rows[:_ROWS]]
-    width = max(map(len, labels))
-    head = f"{'share lost':{width + 21}}{'by step':{_COLUMNS + 2}}"
-    yield f"{head}{'last':>8}{'largest':>11}"
-    for label, row in zip(labels, rows, strict=False):
-        drawn = sparkline(row.lost)
-        figures = f"{row.lost[-1]:>8.2%}{row['largest'][-1]:>11.3g}"
-        what = f"{row.kind} {short(row.dtype)}"
-        yield f"{label:{width}}  {what:19}{drawn:{_COLUMNS + 2}}{figures}"
+    width = max(len(row["path"] or _OUTSIDE) for _, row in rows[:_ROWS])
+    yield f"{'last record':{width}}  {'':20}{'share lost':>10}{'largest':>11}"
+    for share, row in rows[:_ROWS]:
+        what = f"{row['kind']} {short(row['dtype'])}"
+        largest = max(map(float, _each(row["numbers"]["largest"])))
+        yield f"{row['path'] or _OUTSIDE:{width}}  {what:20}{share:>10.2%}{largest:>11.3g}"
     if len(rows) > _ROWS:
         yield f"and {len(rows) - _ROWS} rows more"
 
 
-def row_name(row: Series) -> str:
-    """Returns the path of a row, with its layer: ``decoder/mlp[3]``."""
-    return (row.path or OUTSIDE) + ("" if row.layer is None else f"[{row.layer}]")
+def _lost(row: Mapping[str, Any]) -> float:
+    """Returns the share of numbers that a row's dtype doesn't hold, or of updates that vanish."""
+    names = ("nan", "inf", "lost") if row["kind"] == "update" else ("below", "above", "nan", "inf")
+    found = [_each(row["numbers"].get(name, 0.0)) for name in names]
+    return min(sum(sum(map(float, each)) / len(each) for each in found), 1.0)
 
 
-def sparkline(shares: np.ndarray, columns: int = _COLUMNS) -> str:
-    """Returns shares as a line of bars, each the largest of its steps.
-
-    >>> sparkline(np.array([0, 0.01, 0.5, 1]))
-    ' ▁▄█'
-    """
-    parts = np.array_split(shares, min(columns, len(shares)))
-    heights = [int(np.ceil(float(part.max()) * (len(_BLOCKS) - 1))) for part in parts]
-    return "".join(_BLOCKS[height] for height in heights)
+def _each(numbers: Any) -> list[Any]:
+    return numbers if isinstance(numbers, list) else [numbers]

@@ -104,13 +104,6 @@ def test_a_bad_device_is_named():
     assert (first["path"], first["operation"], first["devices"]) == ("up", "exp", [5])
 
 
-def test_rows_name_the_device_with_outliers():
-    params, x = data()
-    record = rows_of(record_of(mapped, params, (x / 10).at[18].set(12.0))[1])
-    assert record["up", "activation"]["devices"] == [2]
-    assert "devices" not in record["up", "param"]
-
-
 def test_bad_examples_of_a_sharded_batch_are_named():
     params, x = data()
     sharded = jax.device_put(x.at[42:44].set(1e4), NamedSharding(MESH, P("data")))

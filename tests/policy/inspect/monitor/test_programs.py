@@ -5,12 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 
 import policy
-from mpmodules import linen as nn
 from tests.policy.inspect.monitor.test_monitor import rows_of
 
 LAYERS = 4
@@ -78,7 +76,7 @@ def test_the_first_operation_that_overflows_is_named_with_its_layer(remat, layer
     params["w"] = params["w"].at[layer].mul(1e5)
     record = record_of(functools.partial(scanned, remat=remat, dtype=jnp.float16), params, x)
     first = record["first"]
-    assert record["reason"] == "every"
+    assert record["reason"] == "nonfinite" and "w" in record["outputs"]
     where = "" if first["operation"] == "convert_element_type" else "block"
     assert (first["path"], first["direction"]) == (where, "forward")
 
@@ -182,25 +180,3 @@ def test_effects_happen_once(capfd):
     record_of(step, params, x)
     jax.effects_barrier()
     assert calls == [1]
-
-
-@pytest.mark.filterwarnings("ignore:cpu has no")
-def test_codes_of_matmuls_in_8_bits_have_rows():
-    model = nn.Dense(8, dtype_policy="mixed_float8")
-    x = jnp.linspace(-1, 1, 64).reshape(8, 8)
-    variables = model.init(jax.random.key(0), x)
-    tx = policy.mixed_precision(optax.sgd(0.1), "mixed_float8")
-
-    def step(params, state, x):
-        def loss_of(params):
-            return jnp.mean(jnp.square(jnp.asarray(model.apply(params, x))))
-
-        loss, gradients = policy.value_and_grad(loss_of)(params)
-        params, state, _ = policy.apply_gradients(tx, params, state, gradients)
-        return params, state, loss
-
-    record = record_of(step, variables, tx.init(variables), x)
-    codes = [row for row in record["rows"] if row["kind"] == "codes"]
-    assert {row["path"].split("/")[-1] for row in codes} == {"input", "weight", "cotangent"}
-    assert all(set(row["numbers"]) == {"above", "below"} for row in codes)
-    assert 0 < codes[-1]["numbers"]["above"] < 0.2  # cotangents: the largest of each scale

@@ -4,6 +4,8 @@ import json
 import pathlib
 from typing import Any
 
+from policy.inspect.monitor.snapshot import VERSION, first_of
+
 NUMBERS = {
     "largest": 1.0,
     "mean_square": 0.25,
@@ -25,17 +27,41 @@ def row(
     return {**given, "numbers": NUMBERS | numbers}
 
 
-def first(path: str, operation: str = "exp", **changes: Any) -> dict[str, Any]:
-    """Returns the first line that is not finite."""
+def made(path: str, operation: str = "exp", **changes: Any) -> dict[str, Any]:
+    """Returns an operation that made an infinity."""
     given = {"path": path, "direction": "forward", "operation": operation, "line": "model.py:31"}
-    nothing = dict.fromkeys(("layer", "examples", "devices", "entered"))
-    return {**given, **nothing, "dtype": "float16", **changes}
+    nothing = dict.fromkeys(("layer", "examples", "devices"))
+    value = {"dtype": "float16", "value": "inf", "is_fresh": True}
+    return {**given, **nothing, **value, **changes}
 
 
-def record(step: int, *rows: Any, found: Any = None, scale: Any = None, skipped: bool = False):
-    reason = "nonfinite" if found else "every"
-    given = {"version": 1, "step": step, "reason": reason, "loss_scale": scale, "first": found}
-    return {**given, "skipped": skipped, "rows": list(rows)}
+def entered(path: str, kind: str = "input") -> dict[str, Any]:
+    """Returns an argument that is not finite."""
+    return {"path": path, "kind": kind}
+
+
+def record(
+    step: int,
+    *rows: Any,
+    found: Any = (),
+    scale: Any = None,
+    skipped: bool = False,
+    finite: bool = False,
+):
+    """Returns a record; of operations and arguments that are not finite, or of a finite step."""
+    facts = [found] if isinstance(found, dict) else list(found)
+    outputs = ["loss"] if facts and not finite else []
+    given: dict[str, Any] = {
+        "version": VERSION,
+        "step": step,
+        "reason": "nonfinite" if outputs else "every",
+        "loss_scale": scale,
+        "skipped": skipped,
+        "outputs": outputs,
+        "entered": [one for one in facts if "operation" not in one],
+        "made": [one for one in facts if "operation" in one],
+    }
+    return {**given, "first": first_of(given) if outputs else None, "rows": list(rows)}
 
 
 def run_of(*rows_at: Any, steps: int = 10, scale: Any = None) -> list[dict[str, Any]]:
