@@ -61,7 +61,7 @@ def test_no_control_character_reaches_the_terminal(log, capsys):
     [
         (
             ["missing.jsonl"],
-            "There is no file missing.jsonl. Give the file that policy.inspect.RunLog",
+            "There is no file missing.jsonl. Give the file that a RunLog",
         ),
         (["README.md"], "README.md has no record of a run in version 2"),
     ],
