@@ -14,8 +14,9 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import pytest
+from flax import linen as flax_linen
 
-from policy import DtypePolicyWarning
+from policy import DtypePolicyWarning, autocast
 from tests.mpmodules.explicit_requests import (
     COLUMNS,
     MISTAKES,
@@ -304,3 +305,51 @@ def mistakes() -> Iterator[Any]:
 def test_a_mistake_is_told_or_rejected(name):
     run, wanted, words = MISTAKES[name]
     assert outcome_of_mistake(run, words) == wanted
+
+
+def casting(h: jax.Array, w: jax.Array) -> jax.Array:
+    return h.astype(jnp.float32) @ w.astype(jnp.float32)
+
+
+def test_a_function_with_a_custom_vjp_obeys_casts_while_it_is_differentiated():
+    function = jax.custom_vjp(casting)
+    function.defvjp(lambda h, w: (casting(h, w), (h, w)), lambda kept, g: (g @ kept[1].T, None))
+
+    def differentiated(h: jax.Array, w: jax.Array) -> Any:
+        return jax.vjp(autocast(lambda h, w: function(h, w), "mixed_bfloat16"), h, w)[0]
+
+    closed = jax.make_jaxpr(differentiated)(jnp.ones((2, 3)), jnp.ones((3, 4)))
+    ops: list[Op] = []
+    inline(closed, [Value(var.aval) for var in closed.jaxpr.invars], ops)
+    assert {op.said for op in ops if op.name in MATMULS} == {("float32", "float32", "HIGHEST")}
+
+
+def test_a_cast_in_a_function_that_does_not_run_in_compute_dtype_is_told():
+    def function(h: jax.Array, w: jax.Array) -> jax.Array:
+        assert h.dtype == jnp.float32
+        return h.astype(jnp.float32) @ w.astype(jnp.float32)
+
+    with pytest.warns(DtypePolicyWarning, match=r"function, at .*can't be traced in bfloat16"):
+        jax.eval_shape(autocast(function, "mixed_bfloat16"), jnp.ones((2, 3)), jnp.ones((3, 4)))
+
+
+class Model(flax_linen.Module):
+    dtype: Any = jnp.float32
+    head_dtype: Any = jnp.float32
+
+    @flax_linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = flax_linen.Embed(8, 8, dtype=self.dtype)(x)
+        x = flax_linen.LayerNorm(dtype=self.dtype)(flax_linen.Dense(8, dtype=self.dtype)(x))
+        return flax_linen.Dense(8, dtype=self.head_dtype)(x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, None])
+def test_autocast_tells_a_float32_layer_only_beside_others(dtype):
+    model, tokens = Model(dtype), jnp.ones(3, int)
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.eval_shape(autocast(model.apply, "mixed_bfloat16"), variables, tokens)
+    told = [str(each.message) for each in caught if each.category is DtypePolicyWarning]
+    assert len(told) == (dtype is None), told
