@@ -37,7 +37,7 @@ from policy.autocasting.source_lines import (
     is_by_caster,
     is_layers,
     normalization_of,
-    place_of,
+    line_of,
     speaks,
     writers,
 )
@@ -163,7 +163,7 @@ def _request(equation: Equation, operands: Sequence[str]) -> str:
     if found == {HALF} and asked is not None and np.dtype(asked) == F32:
         return marks.UNROUNDED
     if CAST in found and is_wide:
-        return marks.in_float32()
+        return marks.operation_in_float32()
     both = found <= {DERIVED, REDUCED}
     return "told" if CAST in found or DERIVED in found or both else ""
 
@@ -177,7 +177,7 @@ def _said_elementwise(jaxpr: Any, second: SecondTrace) -> dict[int, str]:
     if list(map(kind, first)) != list(map(kind, found)):
         return {}
     others = {id(each) for each, asks in zip(first, is_asked, strict=True) if not asks}
-    return {id(each): marks.in_float32() for each in first if id(each) not in others}
+    return {id(each): marks.operation_in_float32() for each in first if id(each) not in others}
 
 
 def kind(equation: Equation) -> Any:
@@ -185,7 +185,7 @@ def kind(equation: Equation) -> Any:
 
 
 def _tell(equation: Equation, half: np.dtype) -> None:
-    function, line = place_of(equation)
+    function, line = line_of(equation)
     warn_once(
         f"{function}, at {line}, multiplies a value that was cast to float32, and the policy runs "
         f"that matmul in {half}. For float32, cast both operands where they are multiplied, or "
@@ -195,7 +195,7 @@ def _tell(equation: Equation, half: np.dtype) -> None:
 
 def _tell_unseen(lines: Iterable[Equation], half: np.dtype, reason: str) -> None:
     for function, line in {
-        place_of(line) for line in lines if any(map(casts_to_float32, writers(line)))
+        line_of(line) for line in lines if any(map(casts_to_float32, writers(line)))
     }:
         warn_once(
             f"{function}, at {line}, names a cast to float32, and can't be traced in {half} to see "
@@ -210,7 +210,7 @@ def _tell_layers(lines: Iterable[Equation], half: np.dtype) -> None:
         if layer.co_qualname == "Embed.attend" and "nnx" in layer.co_filename:
             continue  # whose dtype is that of its table
         warn_once(
-            f"{class_of(layer)}, called at {place_of(line)[1]}, has dtype=float32, which other "
+            f"{class_of(layer)}, called at {line_of(line)[1]}, has dtype=float32, which other "
             f"matmuls have not, and the policy runs all of them in {half}. For float32, call it "
             "in `with full_precision():`, or give a rule for it, such as {'head': 'float32'}; for "
             f"{half}, leave out its dtype."
@@ -219,7 +219,7 @@ def _tell_layers(lines: Iterable[Equation], half: np.dtype) -> None:
 
 def _tell_normalization(line: Equation) -> None:
     warn_once(
-        f"{normalization_of(line)}, called at {place_of(line)[1]}, has "
+        f"{normalization_of(line)}, called at {line_of(line)[1]}, has "
         "force_float32_reductions=False, and the policy computes its statistics in float32: leave "
         "that argument out."
     )

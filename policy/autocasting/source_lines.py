@@ -65,7 +65,7 @@ def cast_by(equation: Equation) -> str:
         file, name = code.co_filename, code.co_name
         if not file.startswith(_JAX):
             is_cast = bool(names & _CASTS) and not names - _CASTS and not is_library(file)
-            if is_flax(file):
+            if is_file_of_flax(file):
                 return GIVEN
             return CAST if is_cast and _names_float32(code, offset) else PROMOTED
         if not _PLUMBING.search(name) and not _TREES.search(file):
@@ -96,7 +96,7 @@ def speaks(equations: Sequence[Equation]) -> bool:
     files = {code.co_filename for code in inside}
     if any(map(is_layers, files)) and any(map(_gives_dtypes, files)):
         return True
-    own = {code for code in inside if not is_flax(code.co_filename)}
+    own = {code for code in inside if not is_file_of_flax(code.co_filename)}
     around = [each for code in own for each in _with_nested(code)]
     called = {
         found
@@ -132,7 +132,7 @@ def casts_to_float32(code: types.CodeType) -> bool:
 def normalization_of(equation: Equation) -> str | None:
     """Returns the class of Flax's normalization whose statistics an equation computes, or None."""
     codes = frames(equation)[0]
-    names = [code.co_name for code in codes if is_flax(code.co_filename)]
+    names = [code.co_name for code in codes if is_file_of_flax(code.co_filename)]
     if "_compute_stats" not in names[:2]:
         return None
     return next((class_of(code) for code in codes if code.co_name == "__call__"), None)
@@ -152,7 +152,7 @@ def _with_nested(code: types.CodeType) -> Iterator[types.CodeType]:
 @functools.lru_cache(256)
 def _gives_dtypes(file: str) -> bool:
     """Returns whether a file may give layers of Flax's a dtype, or one of their results."""
-    return not is_flax(file) and bool(_GIVES.search("".join(linecache.getlines(file))))
+    return not is_file_of_flax(file) and bool(_GIVES.search("".join(linecache.getlines(file))))
 
 
 def _is_text(constant: Any) -> bool:
@@ -164,7 +164,7 @@ def _inside(equation: Equation) -> Iterator[Any]:
     for code in frames(equation)[0]:
         if code.co_filename.startswith(_TRACES):
             return
-        if is_flax(code.co_filename) or not is_library(code.co_filename):
+        if is_file_of_flax(code.co_filename) or not is_library(code.co_filename):
             yield code
 
 
@@ -198,7 +198,7 @@ def _functions_of(file: str) -> dict[str, list[Any]]:
     return found
 
 
-def place_of(equation: Equation) -> tuple[str, str]:
+def line_of(equation: Equation) -> tuple[str, str]:
     """Returns the function that runs an equation, and the file, number and text of its line."""
     for code, offset in zip(*frames(equation), strict=True):
         if not is_library(code.co_filename):
@@ -222,15 +222,15 @@ def frames(equation: Equation) -> tuple[Sequence[Any], Sequence[int]]:
 
 @functools.cache
 def is_library(file: str) -> bool:
-    return file.startswith((_JAX, *_OURS)) or is_flax(file)
+    return file.startswith((_JAX, *_OURS)) or is_file_of_flax(file)
 
 
 @functools.cache
-def is_flax(file: str) -> bool:
+def is_file_of_flax(file: str) -> bool:
     flax = getattr(sys.modules.get("flax"), "__file__", None)
     return flax is not None and file.startswith(os.path.dirname(os.path.abspath(flax)) + os.sep)
 
 
 def is_layers(file: str) -> bool:
     """Returns whether a file has layers of Flax's that multiply."""
-    return is_flax(file) and os.path.basename(file) in _LAYERS
+    return is_file_of_flax(file) and os.path.basename(file) in _LAYERS

@@ -75,7 +75,7 @@ def computes_in(
     return jax.named_scope(_name_of(dtype, matmul, precision))
 
 
-def in_float32() -> str:
+def operation_in_float32() -> str:
     """Returns the mark of an operation whose operands a line casts to float32."""
     return _name_of(F32, None, "highest")
 
