@@ -36,8 +36,8 @@ from policy.autocasting.source_lines import (
     frames,
     is_by_caster,
     is_layers,
-    normalization_of,
     line_of,
+    normalization_of,
     speaks,
     writers,
 )
