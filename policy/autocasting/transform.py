@@ -43,6 +43,7 @@ from policy.programs.rewriting.outlining import outlined
 from policy.programs.thread import during
 from policy.programs.tracing.trace import (
     Arguments,
+    function_name,
     is_staged,
     lowered,
     with_static,
@@ -240,8 +241,8 @@ class _Autocast:
             settings = self._settings()
             if settings is None:
                 warn_once(
-                    f"autocast({_name_of(self.fn)}) has no policy of its own, and none is in force "
-                    "here, so the function runs unchanged. Give it one, as in autocast(fn, "
+                    f"autocast({function_name(self.fn)}) has no policy of its own, and none is in "
+                    "force here, so the function runs unchanged. Give it one, as in autocast(fn, "
                     "'mixed_bfloat16'), or call it in a use_policy block."
                 )
                 return self.fn(*args, **kwargs)
@@ -311,7 +312,7 @@ class _Autocast:
                 current_scope(), attention_policy=settings.attention_policy
             )
             with (
-                refusing_sites(_name_of(self.fn)),
+                refusing_sites(function_name(self.fn)),
                 during(autocast=self.options.policy),
                 enter(attending),
             ):
@@ -350,7 +351,7 @@ class _Autocast:
             results = jax.tree.unflatten(jax.tree.structure(shape), [one.array for one in outputs])
             return jax.tree.map(_like, results, shape)
 
-        rewritten.__name__ = _name_of(self.fn)
+        rewritten.__name__ = function_name(self.fn)
         return rewritten
 
 
@@ -391,7 +392,3 @@ def _like(array: Any, shape: jax.ShapeDtypeStruct) -> Any:
     if not shape.weak_type or jax.typeof(array).weak_type:
         return array
     return convert_element_type_p.bind(array, new_dtype=shape.dtype, weak_type=True, sharding=None)
-
-
-def _name_of(fn: Any) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)

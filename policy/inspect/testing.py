@@ -19,7 +19,7 @@ from policy.core.policy import Policy, get_policy
 from policy.core.precedence import reaching
 from policy.core.rules import PolicyRules, matches
 from policy.core.scope import RulesLike
-from policy.inspect.audit.audit import findings_of, function_name
+from policy.inspect.audit.audit import findings_of
 from policy.inspect.audit.checks.sums import terms_of
 from policy.inspect.audit.findings import MIXED, PROMOTION, Finding, finding
 from policy.inspect.audit.flow import is_cotangent, is_matmul
@@ -30,7 +30,7 @@ from policy.programs.paths import Path, spelled
 from policy.programs.reading.graph import Graph, Node, is_joint
 from policy.programs.reading.matmul_operands import WeightMatmul, are_codes, weight_matmuls
 from policy.programs.reading.same_program import first_difference
-from policy.programs.tracing.trace import trace
+from policy.programs.tracing.trace import function_name, trace
 
 __all__ = [
     "assert_close_in_ulps",

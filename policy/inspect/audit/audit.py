@@ -21,6 +21,7 @@ from policy.programs.marks import attention_of
 from policy.programs.paths import naming, spelled
 from policy.programs.reading.graph import Graph
 from policy.programs.reading.walk import walk
+from policy.programs.tracing.trace import function_name
 
 _CHECKS = (
     sums.low_precision_reductions,
@@ -157,10 +158,3 @@ def findings_of(
     gravity = {kind: i for i, kind in enumerate(FINDING_KINDS)}
     found = [dataclasses.replace(finding, count=count) for finding, count in counts.items()]
     return tuple(sorted(found, key=lambda finding: gravity[finding.kind]))
-
-
-def function_name(fn: Any) -> str:
-    """Returns the name of a function, or of the class of a module."""
-    while hasattr(fn, "func"):
-        fn = fn.func
-    return getattr(fn, "__name__", type(fn).__name__)

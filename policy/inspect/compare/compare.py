@@ -19,7 +19,6 @@ from policy.inspect.compare.statistics import NAMES, is_discrete, limit_of
 from policy.inspect.compare.two_programs import (
     beside_each_other,
     beside_itself,
-    name_of,
     other_program,
     require_alike,
 )
@@ -40,6 +39,7 @@ from policy.programs.module_paths import lost_prefixes
 from policy.programs.paths import naming, spelled
 from policy.programs.reading.matmul_operands import CodedSide
 from policy.programs.reading.walk import walk
+from policy.programs.tracing.trace import function_name
 
 
 def compare(
@@ -124,8 +124,8 @@ def compare(
         found = _beside_float32(program, on)
     else:
         other = other_program(beside, fn, args, kwargs, policy, params, scale)
-        found = _beside_another((program, name_of(fn)), other, on)
-    return _comparison(found, name_of(fn), "" if policy is None else short_text(policy))
+        found = _beside_another((program, function_name(fn)), other, on)
+    return _comparison(found, function_name(fn), "" if policy is None else short_text(policy))
 
 
 def obeyed_policy(policy: Policy, rules: PolicyRules | None, asked: Asked) -> Policy:

@@ -20,6 +20,7 @@ from policy.inspect.traced.call import Call, Program, checked_policy, short_text
 from policy.inspect.traced.placed import ModulePass
 from policy.inspect.traced.upcast import dtype_of
 from policy.programs.jaxprs import opened
+from policy.programs.tracing.trace import function_name
 
 
 class Pair(NamedTuple):
@@ -228,17 +229,13 @@ def other_program(
     require_function(second, "compare's beside=", takes="a policy, a function or (function, *args)")
     if policy is not None:
         raise ValueError(
-            f"policy={short_text(policy)!r} and the function {name_of(second)} in beside=: is the "
-            "policy for both or for the first? Leave policy= out: open policy.use_policy(...) "
-            "around compare for both, or wrap one, as in policy.autocast(function, ...)."
+            f"policy={short_text(policy)!r} and the function {function_name(second)} in beside=: "
+            "is the policy for both or for the first? Leave policy= out: open "
+            "policy.use_policy(...) around compare for both, or wrap one, as in "
+            "policy.autocast(function, ...)."
         )
     call = Call.measured("compare", second, tuple(given), kwargs, params, scale)
-    return call.under(None), name_of(second)
-
-
-def name_of(fn: Any) -> str:
-    """Returns the name of a function or module."""
-    return getattr(fn, "__name__", type(fn).__name__)
+    return call.under(None), function_name(second)
 
 
 def require_alike(ours: Program, theirs: Program, names: tuple[str, str]) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 
-from policy.inspect.audit.audit import function_name
 from policy.inspect.audit.flow import states_of
 from policy.inspect.audit.operations import (
     Operation,
@@ -46,7 +45,7 @@ from policy.programs.paths import Path
 from policy.programs.primitives import ATTENTIONS, HOST, KERNELS
 from policy.programs.reading.graph import Graph, is_joint
 from policy.programs.reading.walk import walk
-from policy.programs.tracing.trace import Traced
+from policy.programs.tracing.trace import Traced, function_name
 
 _SCRATCH = (
     "Temporaries include the largest copy that the processor's library kernels may make of their "

@@ -12,7 +12,6 @@ from jax.sharding import use_abstract_mesh
 from policy.autocasting.parameters import ParamsArgument
 from policy.core.rules import RulesLike, as_rules
 from policy.core.scope import traced_for
-from policy.inspect.audit.audit import function_name
 from policy.inspect.estimate.costing import CompiledRow, compiled_row, compiler_of
 from policy.inspect.estimate.placement import Placement, mesh_of, on_targets_mesh, placement_of
 from policy.inspect.estimate.report import Estimate
@@ -32,6 +31,7 @@ from policy.inspect.estimate.steps import (
     traced_step,
 )
 from policy.inspect.estimate.targets import Target
+from policy.programs.tracing.trace import function_name
 
 DEFAULT = ("float32", "mixed_bfloat16", "bfloat16")
 Progress = Callable[[str, int, int], None]

@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 
-from policy.inspect.audit.audit import function_name
 from policy.inspect.estimate.placement import mesh_of
 from policy.inspect.estimate.steps import Candidate
 from policy.inspect.estimate.targets import Target, axes_text
 from policy.programs.reading.walk import walk
+from policy.programs.tracing.trace import function_name
 
 MOST_COMPILES = 24
 Mesh = Mapping[str, int]

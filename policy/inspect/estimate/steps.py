@@ -15,11 +15,10 @@ from policy.core.messages import require_function
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.core.scope import current_policy, use_policy
-from policy.inspect.audit.audit import function_name
 from policy.inspect.traced.call import Route, checked_policy, input_paths, short_text, traced_call
 from policy.programs.frameworks import FRAMEWORKS
 from policy.programs.jaxprs import donated_inputs
-from policy.programs.tracing.trace import Traced, is_array, lowered, origins_of
+from policy.programs.tracing.trace import Traced, function_name, is_array, lowered, origins_of
 
 RowLike = Policy | str | None | tuple[Policy | str | None, Mapping[str, Any]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 import warnings
@@ -32,6 +33,7 @@ from policy.programs.tracing.trace import (
     Arguments,
     Lowered,
     Traced,
+    function_name,
     is_array,
     lowered,
     trace,
@@ -168,7 +170,7 @@ class Call:
             return with_static(fn(*args, **kwargs))
 
         # JAX's errors name the function
-        plain.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
+        plain.__name__ = function_name(self.fn)
         if floats is None:
             return make_jaxpr(plain, return_shape=True)(*arrays)
         both = _with_gradients(plain, chosen, floats)
@@ -471,9 +473,13 @@ def program_of(call: Call, policy: Policy | None, rules: PolicyRules | None = No
 
 def short_text(policy: Policy) -> str:
     """Returns the policy's preset name, or its text form if it has none."""
-    presets = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
-    presets = (*presets, "mixed_float8", "mixed_int8")
-    return next((name for name in presets if get_policy(name) == policy), str(policy))
+    return _preset_names().get(policy, str(policy))
+
+
+@functools.cache
+def _preset_names() -> dict[Policy, str]:
+    names = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
+    return {get_policy(name): name for name in (*names, "mixed_float8", "mixed_int8")}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -69,6 +69,13 @@ def origins_of(
     return (*[None] * held, *positions, *[None] * len(jax.tree.leaves(kwargs)))
 
 
+def function_name(fn: Any) -> str:
+    """Returns the name of a function, or of the class of a module."""
+    while hasattr(fn, "func"):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
 def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
@@ -201,7 +208,7 @@ def trace(fn: Any, *args: Any, **kwargs: Any) -> Traced:
 
     Nothing runs; shapes are accepted in place of arrays.
     """
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name = function_name(fn)
     call = lowered(fn, args, kwargs)
     if call is not None:
         fn, args, kwargs = call.pure, call.args, call.kwargs
