@@ -6,14 +6,13 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from policy.inspect.render.text import Paint, short
+from policy.inspect.render.text import OUTSIDE, Paint, short
 from policy.inspect.runs.advice import Advice, RunRecord, advise
 from policy.programs.paths import folded
 
 _WIDTH = 100
 _ROWS = 12  # of the table
 _SHOWN = 1e-3  # the least share that is shown
-_OUTSIDE = "(outside of any module)"
 
 
 def run_text(records: Sequence[RunRecord], name: str, *, colour: bool = False) -> str:
@@ -66,7 +65,7 @@ def _printable(text: str) -> str:
 def _of_kind(advice: Sequence[Advice]) -> Iterator[str]:
     """Yields the lines of advice on several modules alike, the first one without the kind."""
     one = advice[0]
-    parts = [one.path or _OUTSIDE]
+    parts = [one.path or OUTSIDE]
     if one.layers:
         numbers = ", ".join(folded(str(layer) for layer in one.layers))
         parts.append(f"layer{'s' if len(one.layers) > 1 else ''} {numbers}")
@@ -86,12 +85,12 @@ def _table(records: Sequence[RunRecord]) -> Iterator[str]:
     rows = sorted((one for one in rows if one[0] >= _SHOWN), key=lambda one: -one[0])
     if not rows:
         return
-    width = max(len(row["path"] or _OUTSIDE) for _, row in rows[:_ROWS])
+    width = max(len(row["path"] or OUTSIDE) for _, row in rows[:_ROWS])
     yield f"{'last record':{width}}  {'':20}{'share lost':>10}{'largest':>11}"
     for share, row in rows[:_ROWS]:
         what = f"{row['kind']} {short(row['dtype'])}"
         largest = max(map(float, _each(row["numbers"]["largest"])))
-        yield f"{row['path'] or _OUTSIDE:{width}}  {what:20}{share:>10.2%}{largest:>11.3g}"
+        yield f"{row['path'] or OUTSIDE:{width}}  {what:20}{share:>10.2%}{largest:>11.3g}"
     if len(rows) > _ROWS:
         yield f"and {len(rows) - _ROWS} rows more"
 
