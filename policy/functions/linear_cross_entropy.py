@@ -20,16 +20,14 @@ from jax.typing import ArrayLike
 from policy.core.arrays import is_typed
 from policy.core.dtypes import backend
 from policy.core.scope import current_policy, reduction_dtype_of
-from policy.functions.linear_cross_entropy_chunks import loss_of
-from policy.functions.linear_cross_entropy_options import Options
-from policy.functions.linear_cross_entropy_slices import slices_of
+from policy.functions.linear_cross_entropy_chunks import Options, loss_of
 from policy.functions.losses import check_weights
 from policy.programs.dtypes import explicit_sharding
 
 # Examples of a chunk. With fewer, reading and writing the sum of the kernel's gradient takes longer
-# than a chunk's matmuls on TPUs. An example and class takes 3 bytes, for slopes in half and the
-# float32 logits of a part, and 2 in slices.
-_FEWEST, _FEWEST_IN_SLICES, _MOST, _CHUNKS, _PARTS = 1638, 1024, 2048, 8, 4
+# than a chunk's matmuls on TPUs. An example and class takes 3 bytes, for slopes in 16 bits and the
+# float32 logits of a part.
+_FEWEST, _MOST, _CHUNKS, _PARTS = 1638, 2048, 8, 4
 _FEWEST_OF_A_PART = 256
 
 
@@ -52,11 +50,12 @@ def linear_softmax_cross_entropy(
     """Computes the cross-entropy of ``softmax(x @ kernel + bias)`` without the logits in memory.
 
     The loss is that of `softmax_cross_entropy_with_integer_labels` for these logits. Operands are
-    multiplied in compute_dtype, or in the policy's 8 bits, also in backward; accumulators, the
-    softmax, and the sums of both gradients over the chunks are in reduction_dtype. Without a
-    policy, compute_dtype is that of `x`. With a `reduction`, forward computes the gradients, and
-    differentiating costs the three matmuls of a linear layer; without one, backward multiplies the
-    logits again. Second derivatives are those of reverse mode alone: `jax.grad` of `jax.grad`.
+    multiplied in compute_dtype, also in backward and where the policy has 8-bit matmuls;
+    accumulators, the softmax, and the sums of both gradients over the chunks are in
+    reduction_dtype. Without a policy, compute_dtype is that of `x`. With a `reduction`, forward
+    computes the gradients, and differentiating costs the three matmuls of a linear layer; without
+    one, backward multiplies the logits again. Second derivatives are those of reverse mode alone:
+    `jax.grad` of `jax.grad`.
     References: Hsu et al. 2024, "Liger Kernel" (arXiv:2410.10989); Wijmans et al. 2024, "Cut Your
     Losses" (arXiv:2411.09009).
 
@@ -88,10 +87,8 @@ def linear_softmax_cross_entropy(
       label_smoothing, z_loss: as in `softmax_cross_entropy_with_integer_labels`.
       soft_cap: positive: logits become ``soft_cap * tanh(logits / soft_cap)``.
       chunk_size: examples of a device whose derivatives by the logits are in memory together, in
-        compute_dtype, beside the logits of a quarter of them. None takes 1638 to 2048. In bfloat16,
-        without `bias`, `label_smoothing` and XLA's sharding, their exponentials are in memory
-        instead, in two bytes, beside a slice of their logits, and None takes 1024 to 2048. Fewer
-        take longer.
+        compute_dtype, beside the logits of a quarter of them. None takes 1638 to 2048. Fewer take
+        longer.
 
     Returns:
       A scalar, or (...) without a `reduction`, in reduction_dtype.
@@ -109,20 +106,12 @@ def linear_softmax_cross_entropy(
     policy, wide = current_policy(), reduction_dtype_of(x, kernel)
     sharding, mesh = explicit_sharding(jax.typeof(x)), jax.sharding.get_abstract_mesh()
     is_on_mesh = sharding is not None or (not mesh.empty and {*mesh.axis_types} == {AxisType.Auto})
-    matmul, reduces = None if policy is None else policy.matmul, reduction in ("mean", "sum")
+    reduces = reduction in ("mean", "sum")
     operands = x.dtype if policy is None else policy.compute_dtype
-    is_half = operands == jnp.bfloat16 and wide == jnp.float32
-    is_plain = bias is None and not (matmul or is_on_mesh or label_smoothing)
-    in_slices = is_half and is_plain
-    devices, fewest = mesh.size if is_on_mesh else 1, _FEWEST_IN_SLICES if in_slices else _FEWEST
-    chunks, parts, size = _counts(labels.size, devices, chunk_size, fewest)
-    if matmul or in_slices:
-        parts, size = 1, parts * size
-    slices = slices_of(size, kernel.shape[axis]) if in_slices else 0
+    chunks, parts, size = _counts(labels.size, mesh.size if is_on_mesh else 1, chunk_size)
     options = Options(
         operands=operands,
         wide=wide,
-        matmul=matmul,
         axis=axis % 2,
         axis_names=_mapped(axis_name),
         smoothing=label_smoothing,
@@ -131,8 +120,7 @@ def linear_softmax_cross_entropy(
         chunks=chunks,
         parts=parts,
         size=size,
-        slices=slices,
-        adds_labels=not matmul and operands.itemsize > 2 and not _rounds_operands(),
+        adds_labels=operands.itemsize > 2 and not _rounds_operands(),
         reduces=reduces,
         is_on_mesh=is_on_mesh,
     )
@@ -174,16 +162,14 @@ def _mapped(axis_name: Any) -> tuple[Any, ...]:
     return names
 
 
-def _counts(
-    examples: int, devices: int, chunk_size: int | None, fewest: int
-) -> tuple[int, int, int]:
+def _counts(examples: int, devices: int, chunk_size: int | None) -> tuple[int, int, int]:
     """Returns the numbers of chunks, of parts in each, and of examples in each part.
 
     On several devices they divide the examples, if they can: padding would move examples from
     device to device.
     """
     local = -(-examples // devices)
-    size = min(max(local // _CHUNKS, fewest), _MOST) if local > _MOST else _MOST
+    size = min(max(local // _CHUNKS, _FEWEST), _MOST) if local > _MOST else _MOST
     fewest = max(1, -(-local // chunk_size) if chunk_size else local // size)
     parts = min(_PARTS, max(1, local // fewest // _FEWEST_OF_A_PART))
     for chunks in range(fewest, 2 * fewest if devices > 1 else fewest + 1):

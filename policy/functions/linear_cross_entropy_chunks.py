@@ -10,22 +10,54 @@ beside a label's term all others are small, and an accumulator that holds it wou
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from policy.core.arrays import alike_varying, is_typed, make_varying, varying_axes
 from policy.core.reverse_mode import in_reverse_mode
-from policy.eight_bits.scaled_matmul import scaled_dot_general
-from policy.functions.linear_cross_entropy_options import Options, local_labels
-from policy.functions.linear_cross_entropy_slices import in_slices
 
 _FLOAT16_SCALE = 2.0**10  # of slopes in float16: most are far below 1, and few above
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of a loss, as a static argument.
+
+    Attributes:
+      operands: the dtype that is multiplied.
+      wide: the dtype of accumulators, sums and the loss.
+      axis: the axis of the classes in the kernel.
+      axis_names: the mesh axes that the classes are split over by `jax.shard_map`.
+      smoothing, z_loss, soft_cap: as in `linear_softmax_cross_entropy`.
+      chunks: the number of chunks.
+      parts: the number of parts of each.
+      size: the number of examples of a part.
+      adds_labels: whether the labels' terms are added to the gradients outside of the matmuls.
+      reduces: whether the loss is a sum.
+      is_on_mesh: whether a mesh is in force, whose axes XLA splits arrays over.
+    """
+
+    operands: np.dtype
+    wide: np.dtype
+    axis: int
+    axis_names: tuple[Any, ...]
+    smoothing: float
+    z_loss: float
+    soft_cap: float | None
+    chunks: int
+    parts: int
+    size: int
+    adds_labels: bool
+    reduces: bool
+    is_on_mesh: bool
 
 
 def loss_of(options: Options, x: Array, labels: Array, weight: Array, *parameters: Array) -> Array:
@@ -180,7 +212,7 @@ def _add_labels(
       slopes: (examples,): the derivatives by the labels' logits, 0 where another device has these.
     """
     classes = kernel.shape[options.axis]
-    labels = jnp.clip(local_labels(options, labels, classes)[0], 0, classes - 1)
+    labels = jnp.clip(_local_labels(options, labels, classes)[0], 0, classes - 1)
     at = (slice(None), labels) if options.axis else labels
     x, chosen = slopes[:, None] * x.astype(options.wide), kernel[at].astype(options.wide)
     x, chosen = (x.T, chosen.T) if options.axis else (x, chosen)
@@ -230,25 +262,22 @@ def _chunk(
       kernel: in the operands' dtype.
       bias: as it is stored, or None.
     """
-    x, labels, weight = rows = read(index)
-    if options.matmul is not None:
-        return _chunk_in_8_bits(options, x, labels, weight, kernel, bias)
+    rows = read(index)
     dot = functools.partial(lax.dot_general, preferred_element_type=options.wide)
 
-    def whole(x: Array, labels: Array, weight: Any, kernel: Array) -> tuple[Array, Any, Any, Any]:
+    def part(rows: tuple[Array, Array, Any]) -> tuple[Array, Any, Any, Any]:
+        x, labels, weight = rows
         logits = dot(lax.optimization_barrier(x), kernel, (((1,), (1 - options.axis,)), ((), ())))
         return _loss_and_slope(options, logits, labels, weight, bias)
 
-    part: Any = functools.partial(in_slices, options, whole) if options.slices else whole
     if options.parts == 1:
-        out = part(*jax.tree.map(lambda a: a[0], rows), kernel)
+        out = part(jax.tree.map(lambda a: a[0], rows))
         losses, slope, of_labels, of_bias = jax.tree.map(lambda a: a[None], out)
     else:
-        losses, slope, of_labels, of_bias = lax.map(lambda rows: part(*rows, kernel), rows)
-    if weight is None:
+        losses, slope, of_labels, of_bias = lax.map(part, rows)
+    if slope is None:
         return losses, None, None, []
-    if not options.slices:  # stored once: XLA would compute them again for each tile of a product
-        slope = lax.optimization_barrier(slope)
+    slope = lax.optimization_barrier(slope)  # or XLA computes it again for each tile of a product
     of_x = dot(slope, kernel, (((2,), (options.axis,)), ((), ())))
     # Read again: XLA for TPU moves the first reading out of the chip's own memory by now, and then
     # multiplies more slowly.
@@ -256,26 +285,6 @@ def _chunk(
     pair = (read(index)[0], slope) if options.axis else (slope, read(index)[0])
     of_kernel = dot(*pair, (((0, 1), (0, 1)), ((), ())))
     return losses, of_x, of_labels, [of_kernel, *(jnp.sum(part, 0) for part in of_bias)]
-
-
-def _chunk_in_8_bits(
-    options: Options, x: Array, labels: Array, weight: Any, kernel: Array, bias: Any
-) -> tuple[Array, Any, Any, list[Array]]:
-    """Computes as `_chunk`, in one part, with the codes of both operands kept for the gradients."""
-    by: Any = options.matmul
-
-    def multiply(x: Array, kernel: Array) -> Array:
-        numbers: Any = (((1,), (1 - options.axis,)), ((), ()))
-        return scaled_dot_general(x, kernel, numbers, by, dtype=options.wide)
-
-    operands = x[0].astype(options.wide), kernel.astype(options.wide)
-    logits, pullback = jax.vjp(multiply, *operands)
-    given = None if weight is None else weight[0]
-    losses, slope, _, of_bias = _loss_and_slope(options, logits, labels[0], given, bias)
-    if weight is None:
-        return losses[None], None, None, []
-    of_x, of_kernel = pullback(slope.astype(options.wide))
-    return losses[None], of_x[None], None, [of_kernel, *of_bias]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -299,7 +308,7 @@ def _loss_and_slope(
     tanh = None if cap is None else jnp.tanh(logits / cap)
     logits = logits if tanh is None or cap is None else cap * tanh
     smoothed = smoothing / (logits.shape[1] * (lax.axis_size(names) if names else 1))
-    labels, is_class = local_labels(options, labels[:, None], logits.shape[1])
+    labels, is_class = _local_labels(options, labels[:, None], logits.shape[1])
     chosen = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == labels
     largest = lax.stop_gradient(jnp.max(logits, 1, keepdims=True))
     largest = lax.pmax(largest, names) if names else largest
@@ -334,3 +343,23 @@ def _loss_and_slope(
         return loss, slope.astype(options.operands), None, of_bias
     of_label = jnp.sum(jnp.where(chosen, slope, 0), 1)
     return loss, jnp.where(chosen, 0, slope).astype(options.operands), of_label, of_bias
+
+
+def _local_labels(options: Options, labels: Array, classes: int) -> tuple[Array, Array]:
+    """Returns labels as int32 beside a device's first class, and which of them are a class.
+
+    Negative labels count from the end.
+
+    Args:
+      classes: the number of a device's classes.
+    """
+    names = options.axis_names
+    whole = classes * (lax.axis_size(names) if names else 1)
+    if labels.dtype.itemsize < 4:
+        labels = labels.astype(jnp.int32)
+    is_class = labels < whole
+    if jnp.issubdtype(labels.dtype, jnp.signedinteger):
+        is_class &= labels >= -whole
+        labels = jnp.where(labels < 0, labels + whole, labels)
+    labels = jnp.where(is_class, labels, 0).astype(jnp.int32)
+    return labels - (lax.axis_index(names) * classes if names else 0), is_class

@@ -81,12 +81,7 @@ def test_no_array_of_the_program_holds_all_logits():
     ],
 )
 def test_chunks_are_chosen_by_the_examples_of_a_device(examples, devices, chunk_size, found):
-    assert _counts(examples, devices, chunk_size, 1638) == found
-
-
-def test_chunks_in_slices_have_1024_to_2048_examples():
-    found = [_counts(examples, 1, None, 1024) for examples in (2048, 4096, 8192, 16384)]
-    assert found == [(1, 4, 512), (4, 4, 256), (8, 4, 256), (8, 4, 512)]
+    assert _counts(examples, devices, chunk_size) == found
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
@@ -251,5 +246,4 @@ def test_compare_and_estimate_read_it():
     loss = lambda w, x: chunked(x, w, jnp.zeros(2048, int))  # noqa: E731
     options: dict[str, Any] = {"policies": ["mixed_bfloat16"], "on": "cpu", "backward": True}
     costs = policy.estimate(loss, kernel, x, **options)["mixed_bfloat16"]
-    # The logits of one class in 64 are multiplied twice.
-    assert costs.matmul_flops == {"bfloat16": (3 + 1 / 64) * 2 * 2048 * 32 * 256}
+    assert costs.matmul_flops == {"bfloat16": 3 * 2 * 2048 * 32 * 256}
