@@ -144,12 +144,12 @@ def _cause(first: Mapping[str, Any], kind: str, before: int | None) -> tuple[str
     """Returns the kind of a first value that is not finite, and what is known of it."""
     operation, dtype = first["operation"], first["dtype"]
     if kind in ("param", "state"):
-        when = "first recorded one" if before is None else f"last recorded one before it, {before},"
+        said = f"{first['entered']} is not finite before this step"
+        if before is None:
+            return STATE, f"{said}, the first recorded one."
         return STATE, (
-            f"{first['entered']} is not finite before this step, and the {when} does not show why. "
-            "monitor(..., on_nonfinite=True) records the step that makes it so."
-            if before is not None
-            else f"{first['entered']} is not finite before this step, the {when.strip()}."
+            f"{said}, and is at the last recorded one, {before}. monitor(..., on_nonfinite=True) "
+            "records the step between them that makes it so."
         )
     if kind == "input":
         return INPUT, (
@@ -173,8 +173,7 @@ def _cause(first: Mapping[str, Any], kind: str, before: int | None) -> tuple[str
     if dtype == "float16":
         remedy = " mixed_bfloat16 in place of mixed_float16 has the range of float32."
         if first["direction"] == "backward":
-            remedy = ' Or take mixed_precision(..., loss_scale="dynamic"), which lowers a scale.'
-            remedy = " mixed_bfloat16 has the range of float32." + remedy
+            remedy += ' Or take mixed_precision(..., loss_scale="dynamic"), which lowers a scale.'
     return OVERFLOW, f"{said}: it exceeds {float(jnp.finfo(dtype).max):.6g}.{remedy}"
 
 

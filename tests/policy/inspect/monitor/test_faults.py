@@ -198,3 +198,40 @@ def test_a_dynamic_scale_ends_overflows_at_a_constant_one():
     assert 'loss_scale="dynamic" halves it' in found[0].message
     tx = policy.mixed_precision(optax.sgd(1e-6), "float16", loss_scale="dynamic")
     assert advise(trained(tx, "float16", scale=100.0)) == ()
+
+
+def test_bfloat16_holds_what_exceeds_float16():
+    def loss_in(dtype):
+        def loss_fn(params, x):
+            with jax.named_scope("up"):
+                h = (100 * x.astype(dtype)) @ params["up"].astype(dtype)
+            return jnp.mean(h.astype(jnp.float32)) ** 2
+
+        return loss_fn
+
+    data = [10 * x for x in with_bad(5, 60.0)]
+    (found, *_) = advise(records_of(sgd(loss_in("float16"), 0.0), (weights(),), data))
+    assert (found.kind, found.path, found.step) == ("overflow", "up", 5)
+    assert "mixed_bfloat16" in found.message
+    assert advise(records_of(sgd(loss_in("bfloat16"), 0.0), (weights(),), data)) == ()
+
+
+def test_recording_each_step_that_is_not_finite_names_the_cause_of_params_that_are_nan():
+    def root(params, x):
+        return jnp.sum(jnp.sqrt(jnp.abs(x @ params["up"])))
+
+    data = [jnp.zeros_like(X) if i == 7 else X for i in range(12)]
+
+    def watched(on_nonfinite):
+        step = policy.monitor(sgd(root), every=10, on_nonfinite=on_nonfinite, jit=jax.jit)
+        params, records = weights(), []
+        for i, x in enumerate(data):
+            (params, _), snapshot = step(i, params, x)
+            records += snapshot.records()
+        return advise(records)
+
+    (found, *_) = watched(False)
+    assert (found.kind, found.step) == ("state-not-finite", 10)
+    assert "on_nonfinite=True" in found.message
+    (found,) = watched(True)
+    assert (found.kind, found.step) == ("division-by-zero", 7)

@@ -106,7 +106,7 @@ def test_params_that_are_not_finite_afterwards_are_a_consequence():
 
 def test_params_that_are_not_finite_between_records_are_told_so():
     (found,) = advise([record(0), record(100, found=entered(KERNEL, "param"))])
-    assert found.kind == "state-not-finite" and "it, 0," in found.message
+    assert found.kind == "state-not-finite" and "one, 0." in found.message
 
 
 CLEAN = {
