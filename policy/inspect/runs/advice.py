@@ -128,7 +128,8 @@ def _not_finite(records: Sequence[RunRecord]) -> Iterator[Advice]:
         kinds = {one["path"]: one["kind"] for one in record["entered"]}
         kind = kinds.get(first["entered"], "")
         if not (is_later and kind in ("param", "state")):
-            place = kind, identity_of(first), None if is_later else last_finite
+            before = last_finite if kind in ("param", "state") else None
+            place = kind, identity_of(first), before
             origins.setdefault(place, []).append((record, first))
         is_later = True
     for (kind, _, before), alike in origins.items():

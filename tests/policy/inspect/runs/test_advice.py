@@ -104,6 +104,12 @@ def test_params_that_are_not_finite_afterwards_are_a_consequence():
     assert [one.step for one in advise([record(3, found=made("block")), *later])] == [3]
 
 
+def test_an_operation_that_overflows_again_is_one_advice():
+    found = made("block", examples=[3, 3])
+    (one,) = advise([record(2), record(3, found=found), record(5), record(6, found=found)])
+    assert (one.step, one.until) == (3, 6) and "In 2 steps until 6." in one.message
+
+
 def test_params_that_are_not_finite_between_records_are_told_so():
     (found,) = advise([record(0), record(100, found=entered(KERNEL, "param"))])
     assert found.kind == "state-not-finite" and "one, 0." in found.message
