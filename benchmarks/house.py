@@ -1,8 +1,13 @@
-"""The size of the library, and the files that a call passes.
+"""The size of the library, and the way of a call through its files.
 
 python -m benchmarks.house            # lines of code by package, long functions and files
 python -m benchmarks.house --calls    # and the files that calls and reports pass, in order
 python -m benchmarks.house --write    # puts both into docs/architecture.md
+python -m benchmarks.house --check    # fails where a size or a way is above its bound
+
+A way is that of a first trace, in a process of its own: its frames are those of the library's
+functions, its files those that they are in, and its moves the changes of file in their sequence.
+Nothing is timed.
 """
 
 from __future__ import annotations
@@ -10,17 +15,42 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import itertools
+import json
 import re
+import subprocess
 import sys
 import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 PACKAGES = ("policy", "mpmodules")
+TOOLS = ("policy.inspect", "policy.porting", "policy.command_line")
 LONG_FUNCTION, LONG_FILE, SHORT = 60, 400, 10
+# Bounds of `--check`. A change lowers those that it can; one that raises a bound says in its
+# message what the new lines replace.
+SIZES = {
+    "lines of code": 35_560,
+    "lines of the runtime": 21_750,
+    "lines of tests": 42_720,
+    "lines of benchmarks": 13_200,
+    "words of pages": 65_300,
+    "tools that import mpmodules loads": 0,
+}
+WAYS = {
+    "a linen Dense": {"files": 10, "moves": 46},
+    "an nnx Linear": {"files": 11, "moves": 36},
+    "a linen module with a matmul of its own": {"files": 29, "moves": 238},
+    "an nnx module with a matmul of its own": {"files": 30, "moves": 217},
+    "a port of a linen model": {"files": 33, "moves": 385},
+    "an update of two params": {"frames": 253},
+    "an audit": {"traces": 1},
+    "a compare": {"traces": 2},
+    "an estimate of one policy": {"traces": 2},
+}
 _LAYOUT = frozenset(
     (
         tokenize.COMMENT,
@@ -84,70 +114,239 @@ def long_parts(root: Path = ROOT) -> Iterator[tuple[str, int]]:
                     yield f"{name}: {node.name}", length
 
 
-def files_passed(call: Callable[[], Any]) -> list[str]:
-    """Returns the files of the library that a call runs code of, in the order of their entry.
+class Way(NamedTuple):
+    """The way of a first trace.
 
-    A policy's scope is open around it. What is imported, traced and cached once is no part of it.
+    Attributes:
+      files: the files of the library that it runs code of, in the order of their entry.
+      frames: the number of calls of the library's functions.
+      moves: the number of changes of file in the sequence of these calls.
+      traces: the number of times that the function of a report was traced; 0 of other calls.
     """
-    from policy import use_policy
 
-    seen: dict[str, None] = {}
+    files: list[str]
+    frames: int
+    moves: int
+    traces: int
+
+
+def way_of(call: Callable[[], Any]) -> Way:
+    """Returns the way of a call, the first of its kind in this process.
+
+    Imports, lambdas and comprehensions are no calls of their own.
+    """
+    entered: list[str] = []
     inside = tuple(f"{ROOT / package}/" for package in PACKAGES)
 
     def profile(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(inside):
-            seen.setdefault(Path(frame.f_code.co_filename).relative_to(ROOT).as_posix())
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(inside) and code.co_name[0] != "<":
+            entered.append(code.co_filename)
 
-    with use_policy("mixed_bfloat16"):
-        call()
-        sys.setprofile(profile)
-        try:
-            call()
-        finally:
-            sys.setprofile(None)
-    return list(seen)
+    sys.setprofile(profile)
+    try:
+        traces = call()
+    finally:
+        sys.setprofile(None)
+    files = [Path(name).relative_to(ROOT).as_posix() for name in dict.fromkeys(entered)]
+    moves = sum(before != after for before, after in itertools.pairwise(entered))
+    return Way(files, len(entered), moves, traces if isinstance(traces, int) else 0)
 
 
-def calls() -> dict[str, Callable[[], Any]]:
-    """Returns a call of each kind, under a policy."""
-    import flax.linen as flax_nn
+def measured(name: str) -> Way:
+    """Returns the way of a call of `CALLS`, from a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.house", "--way", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return Way(**json.loads(done.stdout))
+
+
+def _dense() -> Callable[[], Any]:
     import jax
     import jax.numpy as jnp
-    import optax
 
-    import policy
     from mpmodules import linen as nn
+
+    layer, x = nn.Dense(4), jnp.ones((2, 3))
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    return lambda: jax.eval_shape(layer.apply, variables, x)
+
+
+def _linear() -> Callable[[], Any]:
+    import jax.numpy as jnp
+
     from mpmodules import nnx
+
+    layer, x = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), jnp.ones((2, 3))
+    return lambda: layer(x)
+
+
+def _own_linen() -> Callable[[], Any]:
+    import jax
+    import jax.numpy as jnp
+
+    from mpmodules import linen as nn
 
     class Own(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> Any:
             return x @ self.param("w", nn.initializers.ones, (3, 4))
 
+    return lambda: jax.eval_shape(
+        Own().apply, {"params": {"w": jnp.ones((3, 4))}}, jnp.ones((2, 3))
+    )
+
+
+def _own_nnx() -> Callable[[], Any]:
+    import jax
+    import jax.numpy as jnp
+
+    from mpmodules import nnx
+
+    class Own(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.ones((3, 4)))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x @ self.w[...]
+
+    model, x = Own(), jnp.ones((2, 3))
+    return lambda: model(x)
+
+
+def _port() -> Callable[[], Any]:
+    import flax.linen as flax_nn
+    import jax
+    import jax.numpy as jnp
+
+    from mpmodules import linen as nn
+
     class Foreign(flax_nn.Module):
         @flax_nn.compact
         def __call__(self, x: jax.Array) -> Any:
             return flax_nn.Dense(4)(x)
 
-    x, key = jnp.ones((2, 3)), jax.random.key(0)
-    dense, own = nn.Dense(4), Own()
+    x, variables = jnp.ones((2, 3)), Foreign().init(jax.random.key(0), jnp.ones((2, 3)))
     port = nn.apply_policy(Foreign(), "mixed_bfloat16")
-    with policy.use_policy("mixed_bfloat16"):
-        linear = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
-        variables = dense.init(key, x), own.init(key, x)
-    ported = port.init(key, x)
-    tx = policy.mixed_precision(optax.adam(1e-3), "mixed_bfloat16")
-    params: Any = {"w": x}
-    state = tx.init(params)
+    return lambda: jax.eval_shape(port.apply, variables, x)
 
+
+def _update() -> Callable[[], Any]:
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import policy
+
+    tx = policy.mixed_precision(optax.adam(1e-3), "mixed_bfloat16")
+    params: Any = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    state = tx.init(params)
+    return lambda: jax.eval_shape(tx.update, params, state, params)
+
+
+def _report(run: Callable[[Callable[..., Any], Any], Any]) -> Callable[[], int]:
+    import jax.numpy as jnp
+
+    traces = 0
+
+    def loss(x: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        return jnp.sum(jnp.tanh(x @ x.T))
+
+    def counted() -> int:
+        run(loss, jnp.ones((2, 3)))
+        return traces
+
+    return counted
+
+
+def _audit() -> Callable[[], int]:
+    import policy
+
+    return _report(policy.audit)
+
+
+def _compare() -> Callable[[], int]:
+    import policy
+
+    return _report(policy.compare)
+
+
+def _estimate() -> Callable[[], int]:
+    import policy
+
+    policies = ["mixed_bfloat16"]
+    return _report(lambda loss, x: policy.estimate(loss, x, policies=policies, on="cpu"))
+
+
+# The calls, each made ready by a function: under a policy's scope, imports are done.
+CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
+    "a linen Dense": _dense,
+    "an nnx Linear": _linear,
+    "a linen module with a matmul of its own": _own_linen,
+    "an nnx module with a matmul of its own": _own_nnx,
+    "a port of a linen model": _port,
+    "an update of two params": _update,
+    "an audit": _audit,
+    "a compare": _compare,
+    "an estimate of one policy": _estimate,
+}
+
+
+def tools_loaded() -> list[str]:
+    """Returns the modules of tools that `import mpmodules` loads."""
+    program = f"import sys, mpmodules; print(*(m for m in sys.modules if m.startswith({TOOLS})))"
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
+def runtime(code: dict[str, tuple[int, int]]) -> int:
+    """Returns the lines of what calls, gradients and steps may enter: all packages but tools."""
+    folders = tuple(tool.replace(".", "/") for tool in TOOLS)
+    return sum(lines for package, (_, lines) in code.items() if not package.startswith(folders))
+
+
+def lines_below(folder: str) -> int:
+    return sum(lines_of_code(path.read_text(encoding="utf-8")) for path in files(folder))
+
+
+def pages() -> list[Path]:
+    return [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
+
+
+def words() -> int:
+    return sum(words_of(page.read_text(encoding="utf-8")) for page in pages())
+
+
+def found_sizes() -> dict[str, int]:
+    """Returns what `SIZES` bounds."""
+    code = code_by_package()
     return {
-        "a linen Dense": lambda: dense.apply(variables[0], x),
-        "an nnx Linear": lambda: linear(x),
-        "a linen module with a matmul of its own": lambda: own.apply(variables[1], x),
-        "a port of a linen model": lambda: port.apply(ported, x),
-        "one step of the optimizer": lambda: policy.apply_gradients(tx, params, state, params),
-        "an audit": lambda: policy.audit(jnp.sum, x),
+        "lines of code": sum(lines for _, lines in code.values()),
+        "lines of the runtime": runtime(code),
+        "lines of tests": lines_below("tests"),
+        "lines of benchmarks": lines_below("benchmarks"),
+        "words of pages": words(),
+        "tools that import mpmodules loads": len(tools_loaded()),
     }
+
+
+def check() -> list[str]:
+    """Returns a line for each size or way that is above its bound."""
+    over = [
+        f"{name}: {value}, bound {SIZES[name]}"
+        for name, value in found_sizes().items()
+        if value > SIZES[name]
+    ]
+    for name, bounds in WAYS.items():
+        way = measured(name)
+        figures = way._asdict() | {"files": len(way.files)}
+        over += [
+            f"{name}: {figures[what]} {what}, bound {bound}"
+            for what, bound in bounds.items()
+            if figures[what] > bound
+        ]
+    return over
 
 
 def sizes() -> str:
@@ -157,28 +356,32 @@ def sizes() -> str:
     lines += [f"| `{package}` | {count} | {code} |" for package, (count, code) in found.items()]
     counts, codes = zip(*found.values(), strict=True)
     lines.append(f"| together | {sum(counts)} | {sum(codes)} |")
-    tests = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files("tests"))
-    lines.append(f"| `tests`, all lines | {len(files('tests'))} | {tests} |")
-    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
-    words = sum(words_of(page.read_text(encoding="utf-8")) for page in pages)
-    lines.append(f"| pages, words | {len(pages)} | {round(words, -2)} |")
+    lines.append(f"| the runtime | | {runtime(found)} |")
+    lines.append(f"| `tests` | {len(files('tests'))} | {lines_below('tests')} |")
+    lines.append(f"| pages, words | {len(pages())} | {round(words(), -2)} |")
     return "\n".join(lines) + "\n"
 
 
 def ways() -> str:
-    """Returns the files that each call passes, those of a short way with their ideas: the first
-    lines of their docstrings.
+    """Returns the ways of all calls as a table, and the files of those that are no reports.
+
+    The files of a short way have their ideas: the first lines of their docstrings.
     """
+    table = ["| first trace of | files | frames | moves | traces |", "|---|---|---|---|---|"]
     lines = []
-    for name, call in calls().items():
-        passed = files_passed(call)
-        lines += [f"### {name[0].upper()}{name[1:]}: {len(passed)} files", ""]
+    for name in CALLS:
+        way = measured(name)
+        passed, traces = way.files, way.traces or ""
+        table.append(f"| {name} | {len(passed)} | {way.frames} | {way.moves} | {traces} |")
+        if way.traces:
+            continue
+        lines += [f"### {name[0].upper()}{name[1:]}", ""]
         for path in passed:
             tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
             idea = (ast.get_docstring(tree) or "").partition("\n\n")[0].replace("\n", " ")
             lines.append(f"1. `{path}`{f': {idea}' if len(passed) <= SHORT else ''}")
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*table, "", *lines])
 
 
 def into(page: str, name: str, text: str) -> str:
@@ -194,7 +397,19 @@ def main() -> None:
     )
     options.add_argument("--calls", action="store_true", help="the files that calls pass, too")
     options.add_argument("--write", action="store_true", help=f"put both into {PAGE.name}")
+    options.add_argument("--check", action="store_true", help="fail above a bound")
+    options.add_argument("--way", choices=CALLS, help="print the way of one call as JSON")
     arguments = options.parse_args()
+    if arguments.way:
+        from policy import use_policy
+
+        with use_policy("mixed_bfloat16"):
+            print(json.dumps(way_of(CALLS[arguments.way]())._asdict()))
+        return
+    if arguments.check:
+        over = check()
+        print("\n".join(over) or "Sizes and ways are within their bounds.")
+        sys.exit(bool(over))
     print(sizes())
     for name, length in long_parts():
         print(f"long: {name} ({length} lines)")
