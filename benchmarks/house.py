@@ -34,18 +34,18 @@ LONG_FUNCTION, LONG_FILE, SHORT = 60, 400, 10
 # message what the new lines replace.
 SIZES = {
     "lines of code": 35_560,
-    "lines of the runtime": 21_750,
+    "lines of the runtime": 21_760,
     "lines of tests": 42_720,
     "lines of benchmarks": 13_200,
     "words of pages": 65_300,
     "tools that import mpmodules loads": 0,
 }
 WAYS = {
-    "a linen Dense": {"files": 10, "moves": 46},
-    "an nnx Linear": {"files": 11, "moves": 36},
-    "a linen module with a matmul of its own": {"files": 29, "moves": 238},
-    "an nnx module with a matmul of its own": {"files": 30, "moves": 217},
-    "a port of a linen model": {"files": 33, "moves": 390},
+    "a linen Dense": {"files": 10, "moves": 44},
+    "an nnx Linear": {"files": 11, "moves": 31},
+    "a linen module with a matmul of its own": {"files": 29, "moves": 236},
+    "an nnx module with a matmul of its own": {"files": 30, "moves": 212},
+    "a port of a linen model": {"files": 33, "moves": 384},
     "an update of two params": {"frames": 253},
     "an audit": {"traces": 1},
     "a compare": {"traces": 2},

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.core import Scope
+from flax.core import Scope as FlaxScope
 from jax.typing import DTypeLike
 
 from mpmodules.calls.classes import LAYER_OF, derives_from
@@ -23,7 +23,7 @@ from mpmodules.functions.functional import complex_input, is_wider
 from policy.core.arrays import cast_array, cast_floating, is_floating
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
-from policy.core.scope import NO_SOURCE, current_scope
+from policy.core.scope import NO_SOURCE, Scope
 from policy.programs.marks import BOUNDARY
 
 # --------------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ from policy.programs.marks import BOUNDARY
 
 _REFERENCES = (
     *(nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef),
-    *(linen.Module, linen.Variable, Scope),
+    *(linen.Module, linen.Variable, FlaxScope),
 )
 
 
@@ -265,6 +265,7 @@ class MethodCall(NamedTuple):
 def run_at_boundary(
     call: MethodCall,
     run: Callable[[MethodCall], Any],
+    scope: Scope,
     *,
     policy: Policy | None,
     entered: Policy | None,
@@ -274,10 +275,11 @@ def run_at_boundary(
     Args:
       call: the call.
       run: runs it, with its inputs cast.
+      scope: the scope that the call is made in.
       policy: the policy that the module obeys.
       entered: the same where the call is a boundary, else None.
     """
-    scope, crossing = current_scope(), call.crossing
+    crossing = call.crossing
     takes_any = getattr(type(call.module), "_takes_inputs_as_they_come", False)
     given = call if entered is None or takes_any else call.with_inputs_cast(entered)
     try:

@@ -146,7 +146,7 @@ def run_method(call: MethodCall) -> Any:
         warn_of_outermost(module, policy, scope)
     with _under_way(module, scope):
         if scope.traces_own_code:
-            return _run_in_trace(call, effective)
+            return _run_in_trace(call, effective, scope)
         # A bare layer is a boundary only by a policy of its own.
         is_named = scope.names(effective.base, effective.source)
         crosses = scope.crosses(policy if is_bare else effective.base) or is_named
@@ -161,7 +161,7 @@ def run_method(call: MethodCall) -> Any:
                     return module._call_layer(given._replace(effective=effective, crosses=returns))
                 return _run_users(given, effective)
 
-        return run_at_boundary(call, run, policy=policy, entered=entered)
+        return run_at_boundary(call, run, scope, policy=policy, entered=entered)
 
 
 def _scope_inside(scope: Scope, policy: Policy | None, crosses: bool) -> Scope:
@@ -181,9 +181,9 @@ def _run_users(call: MethodCall, effective: Effective) -> Any:
         return call.run(call.module)
 
 
-def _run_in_trace(call: MethodCall, effective: Effective) -> Any:
+def _run_in_trace(call: MethodCall, effective: Effective, scope: Scope) -> Any:
     """Calls a module in a trace of the code around it."""
-    module, scope, keeps = call.module, current_scope(), _keeps(call.module)
+    module, keeps = call.module, _keeps(call.module)
     if keeps or _is_layer(call):
         put_back_for_layer(module)
         recorded = None if calls.recorded is None else calls.recorded.note_run

@@ -28,7 +28,7 @@ from mpmodules.tracing.nnx_pure_calls import GraphKey, StatefulCall
 from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
 from policy.core.precedence import Effective, warn_of_autocast
-from policy.core.scope import computes_in_half, current_scope, enter, multiplying
+from policy.core.scope import Scope, computes_in_half, current_scope, enter, multiplying
 from policy.programs import marks
 from policy.programs.thread import thread
 from policy.quantized.params import require_trainable
@@ -60,9 +60,9 @@ def _is_layer(call: MethodCall) -> bool:
     return not classes.calls_users(call.module)
 
 
-def _outermost(call: MethodCall) -> Policy | None:
+def _outermost(call: MethodCall, scope: Scope) -> Policy | None:
     """Returns the policy of a call whose own code is to be traced; None of other calls."""
-    scope, captured = current_scope(), call.module.dtype_policy
+    captured = call.module.dtype_policy
     if scope.keeps_own_code or not isinstance(captured, Policy):
         return None
     if _is_layer(call) or _keeps(call.module):
@@ -103,20 +103,22 @@ def run_method(call: MethodCall) -> Any:
 
 
 def _run_outermost_or_inside(call: MethodCall) -> Any:
-    if current_scope().traces_own_code:
+    scope = current_scope()
+    if scope.traces_own_code:
         with marks.numbered_call(calls.inside):
-            return _run_in_trace(call)
-    policy = _outermost(call)
-    if policy is None:
-        keeps = call.module._ported_code == "keep"
-        with own_code.keeping() if keeps else contextlib.nullcontext():
+            return _run_in_trace(call, scope)
+    policy = _outermost(call, scope)
+    if policy is not None:
+        return _call_traced(call, policy, scope)
+    if call.module._ported_code == "keep":
+        with own_code.keeping():
             return _run_method(call)
-    return _call_traced(call, policy)
+    return _run_in(scope, call)
 
 
-def _run_in_trace(call: MethodCall) -> Any:
+def _run_in_trace(call: MethodCall, scope: Scope) -> Any:
     """Calls a module in a trace of the code around it."""
-    module, scope, keeps = call.module, current_scope(), _keeps(call.module)
+    module, keeps = call.module, _keeps(call.module)
     effective = effective_policy(module, scope)
     if keeps or _is_layer(call):
         recorded = calls.recorded
@@ -127,7 +129,12 @@ def _run_in_trace(call: MethodCall) -> Any:
 
 
 def _run_method(call: MethodCall) -> Any:
-    module, scope, cls = call.module, current_scope(), type(call.module)
+    return _run_in(current_scope(), call)
+
+
+def _run_in(scope: Scope, call: MethodCall) -> Any:
+    """Calls a method in a scope, with its boundary."""
+    module, cls = call.module, type(call.module)
     effective = effective_policy(module, scope)
     policy = effective.policy
     if scope.in_full_precision and PATH in vars(module):
@@ -146,7 +153,7 @@ def _run_method(call: MethodCall) -> Any:
         with _under_way(), enter(inner, source), precise:
             return _run_body(given, effective, crosses)
 
-    return run_at_boundary(call, run, policy=policy, entered=entered)
+    return run_at_boundary(call, run, scope, policy=policy, entered=entered)
 
 
 def _run_body(call: MethodCall, effective: Effective, crosses: bool) -> Any:
@@ -232,9 +239,8 @@ def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _call_traced(call: MethodCall, policy: Policy) -> Any:
+def _call_traced(call: MethodCall, policy: Policy, scope: Scope) -> Any:
     """Calls an outermost method, whose own code obeys `policy`, the module's."""
-    scope = current_scope()
     if not calls.depth:
         warn_of_scope(call.module, scope)
     cls, bare = type(call.module), call._replace(module=None, args=(), kwargs={})
