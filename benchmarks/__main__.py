@@ -21,7 +21,7 @@ python -m benchmarks estimates         # train steps on a v5e chip, 256 of them 
 python -m benchmarks estimates --only resnet --on h100:8 --write  # some, into docs/estimates.md
 python -m benchmarks memory            # what ten train steps take, beside the estimate: 3 minutes
 python -m benchmarks memory --on here  # on the GPU or TPU at hand
-python -m benchmarks packages --write  # published packages' models into docs/porting.md; installs
+python -m benchmarks packages --write  # published packages' models into docs/ports.md; installs
                                        # them: 20 minutes
 python -m benchmarks packages --only griffin e3x  # some of them
 """

@@ -44,7 +44,7 @@ ROOMS: dict[str, Room] = {
     "policy/optim": Room("optax in float32: master weights, moments, skipped steps", 2, 11),
     "policy/autocasting": Room("low precision for unchanged functions", 2, 9),
     "policy/inspect": Room("reports on programs: dtypes, hazards, errors and costs", 2, 8),
-    "policy/porting": Room("removal of dtype arguments from Flax code", 1, 8),
+    "policy/porting": Room("Flax code with layers that obey a policy", 1, 8),
     "policy/command_line": Room("`python -m policy`", 2, 7),
     "policy": Room("the public API: the names that `policy` exports", 1, 6),
     "mpmodules/functions": Room("the maths of layers, arrays in and arrays out", 0, 5),

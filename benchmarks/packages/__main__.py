@@ -4,7 +4,7 @@ their own dtype option.
 python -m benchmarks.packages          # makes an environment, and prints the table: 20 minutes
 python -m benchmarks.packages --only griffin e3x  # some models, by parts of their names
 python -m benchmarks.packages --environment FOLDER  # keeps the environment there, for the next time
-python -m benchmarks.packages --write  # puts the table into docs/porting.md
+python -m benchmarks.packages --write  # puts the table into docs/ports.md
 python -m benchmarks.packages --check  # exits with 1 where a bound is missed, and names the rows
 
 The models are tiny and their weights random. Of each way to run one:
@@ -39,7 +39,7 @@ from benchmarks.packages.families import FAMILIES
 from benchmarks.packages.measure import SEEDS, Figures
 from benchmarks.packages.rows import IDENTICAL, Row, into, table
 
-PAGE = environment.ROOT / "docs" / "porting.md"
+PAGE = environment.ROOT / "docs" / "ports.md"
 Found = dict[str, dict[str, Any]]
 
 

@@ -5,12 +5,10 @@
     python -m benchmarks.trainers --sources sources --only big_vision
     python -m benchmarks.trainers --sources sources --only SigLIP --on  # compiles nothing
     python -m benchmarks.trainers --sources sources --write  # stores results, writes the pages
-    python -m benchmarks.trainers --sources sources --codemod --write  # the codemod's ports
     python -m benchmarks.trainers --stored --write           # the pages, from the stored results
 
 The sources are checked by sha256, copied, and edited by the scripts in benchmarks/trainers/edits.
-Both versions run in processes of their own. Under --codemod, `python -m policy port` makes the
-ports of the files that have edits, instead of the edits. Of each model:
+Both versions run in processes of their own. Of each model:
 
 identical        whether the port without a policy has upstream's parameter tree, and the same bits
                  of parameters, outputs and gradients.
@@ -59,13 +57,10 @@ def measured(trainer: Trainer, options: argparse.Namespace, only: Sequence[str])
     """Measures both versions of a trainer's models. Returns what was found by model."""
     with tempfile.TemporaryDirectory() as folder:
         upstream = fetch(trainer, options.sources, Path(folder) / "upstream")
-        lines = port(trainer, upstream, Path(folder) / "port", by_codemod=options.codemod)
+        lines = port(trainer, upstream, Path(folder) / "port")
         theirs = _run(trainer, upstream, options.on, only)
         ours = _run(trainer, Path(folder) / "port", options.on, only, "--port")
     records = {name: compared(theirs[name], ours[name]) for name in theirs}
-    if options.codemod:
-        found = {name: tables.codemod_record(record, lines) for name, record in records.items()}
-        return {name: {"codemod": record} for name, record in found.items()}
     counts = {"removed": lines.removed, "added": lines.added}
     return {n: {"revision": trainer.revision} | counts | r for n, r in records.items()}
 
@@ -135,12 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--sources", type=Path, metavar="FOLDER", help="checkouts, each by its trainer's name")
     add("--only", nargs="+", default=[], metavar="NAME", help="trainers, or parts of models' names")
     add("--on", nargs="*", default=TARGETS, metavar="TARGET", help="to compile for; none: nothing")
-    add("--codemod", action="store_true", help="port by `python -m policy port`; compiles nothing")
     add("--stored", action="store_true", help="measure nothing: take the stored results")
     add("--write", action="store_true", help="store the results and write the pages")
     add("--check", action="store_true", help="exit with 1 where a bound is missed")
     options = parser.parse_args(arguments)
-    options.on = () if options.codemod else options.on
     missed = []
     for name, only in _chosen(options.only):
         stored = tables.load(name)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.trainers.model import Model
-from policy.porting.port import port as codemod
 
 EDITS = Path(__file__).with_name("edits")
 _COMMAND = re.compile(r"(\d+)(?:,(\d+))?([acd])")
@@ -102,52 +101,30 @@ def _until_dot(lines: Iterator[str]) -> Iterator[str]:
         yield line
 
 
-# a line of code that carries a dtype: others of a port rewrite or join what stood beside it
-_DTYPE = re.compile("[^#]*(dtype|astype|float32|bfloat16)", re.IGNORECASE)
-
-
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """Counts of the lines of a port.
-
-    Attributes:
-      removed, added: by the edits, which are made by hand.
-      dtypes: those removed that have a dtype in them.
-      both: those removed that the codemod deletes or changes, too.
-      both_dtypes: those of `dtypes` that it deletes or changes.
-    """
+    """Counts of the lines that edits remove and add."""
 
     removed: int = 0
     added: int = 0
-    dtypes: int = 0
-    both: int = 0
-    both_dtypes: int = 0
 
 
-def port(trainer: Trainer, upstream: Path, folder: Path, *, by_codemod: bool = False) -> Lines:
-    """Copies a trainer's sources, and ports them by its edits, or by `python -m policy port`."""
+def port(trainer: Trainer, upstream: Path, folder: Path) -> Lines:
+    """Copies a trainer's sources, and ports them by its edits."""
     shutil.copytree(upstream, folder)
-    scripts = sorted((EDITS / trainer.name).rglob("*.ed"))
-    files = [folder / s.relative_to(EDITS / trainer.name).with_suffix("") for s in scripts]
-    made, _ = codemod([str(file) for file in files]) if by_codemod else ((), ())
     total = Lines()
-    for i, (script, file) in enumerate(zip(scripts, files, strict=True)):
+    for script in sorted((EDITS / trainer.name).rglob("*.ed")):
+        file = folder / script.relative_to(EDITS / trainer.name).with_suffix("")
         old = file.read_text().splitlines()
         new = edited(old, script.read_text())
-        gone, added = changed(old, new)
-        with_dtype = {line for line in gone if _DTYPE.match(old[line])}
-        also = set()
-        if by_codemod:
-            new = made[i].after.splitlines()
-            also = changed(old, new)[0] & gone
-        counts = len(gone), added, len(with_dtype), len(also), len(also & with_dtype)
-        total = Lines(*map(sum, zip(dataclasses.astuple(total), counts, strict=True)))
+        removed, added = changed(old, new)
+        total = Lines(total.removed + removed, total.added + added)
         file.write_text("\n".join(new) + "\n")
     return total
 
 
-def changed(old: Sequence[str], new: Sequence[str]) -> tuple[set[int], int]:
-    """Returns the indices of lines that are removed, and the number of added ones."""
+def changed(old: Sequence[str], new: Sequence[str]) -> tuple[int, int]:
+    """Returns the numbers of lines that are removed and added."""
     parts = difflib.SequenceMatcher(None, old, new).get_opcodes()
     parts = [part for part in parts if part[0] != "equal"]
-    return {i for _, a, b, _, _ in parts for i in range(a, b)}, sum(d - c for *_, c, d in parts)
+    return sum(b - a for _, a, b, _, _ in parts), sum(d - c for *_, c, d in parts)

@@ -1,4 +1,4 @@
-"""Tables of the trainers' models: one on each trainer's page, one of all on docs/porting.md."""
+"""Tables of the trainers' models: one on each trainer's page, one of all on docs/ports.md."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 from benchmarks.packages.cases import AUTOCAST, OWN, PORT
 from benchmarks.packages.environment import ROOT
 from benchmarks.packages.measure import Figures
-from benchmarks.packages.rows import IDENTICAL, Row, into
-from benchmarks.trainers.sources import Lines
+from benchmarks.packages.rows import Row, into
 
 RESULTS = ROOT / "benchmarks" / "results" / "trainers"
 MARKS = ("<!-- trainers -->", "<!-- end of trainers -->")
@@ -33,23 +32,11 @@ def row(name: str, record: dict[str, Any]) -> Row:
     return Row(name, ways, record["identical"])
 
 
-def codemod_record(record: dict[str, Any], lines: Lines) -> dict[str, Any]:
-    """Returns what is stored of the codemod's port, measured as a port by hand is."""
-    ways = {PORT: record["ways"][PORT]}
-    counts = {"both": lines.both, "dtypes": lines.dtypes, "both_dtypes": lines.both_dtypes}
-    return {"identical": record["identical"], "ways": ways, **counts}
-
-
 def missed(name: str, record: dict[str, Any]) -> Iterator[str]:
-    """Yields the bounds that a port misses: the one by hand, and the codemod's."""
-    made = record.get("codemod")
-    ports = [(name, record)] if "ways" in record else []
-    if made is not None:
-        beside = record.get("ways", {}) | made["ways"]
-        ports.append((f"{name}, by the codemod", made | {"ways": beside}))
-    for label, one in ports:
-        for quantity in row(label, one).missed():
-            yield f"{label}: {quantity}"
+    """Yields the bounds that a port misses."""
+    if "ways" in record:
+        for quantity in row(name, record).missed():
+            yield f"{name}: {quantity}"
 
 
 def _table(lines: Sequence[Sequence[str]], texts: int) -> str:
@@ -104,30 +91,16 @@ def write(name: str, found: dict[str, Any]) -> None:
 
 
 def write_overview(names: Sequence[str]) -> None:
-    """Puts a row for each model of all trainers between the marks of docs/porting.md."""
+    """Puts a row for each model of all trainers between the marks of docs/ports.md."""
     head = ["model", "lines", "outputs", "beside", "gradients", "beside", "cycles", "memory"]
-    lines = [[*head, "codemod", "its errors"]]
+    lines = [head]
     for name in names:
         for model, record in load(name).items():
             cells = row(f"[{model}](trainers/{name}.md)", record).cells()
             counts = f"-{record['removed']} +{record['added']}"
-            lines.append([cells[0], counts, *cells[1:], *_ratios(record), *_by_codemod(record)])
-    page = ROOT / "docs" / "porting.md"
+            lines.append([cells[0], counts, *cells[1:], *_ratios(record)])
+    page = ROOT / "docs" / "ports.md"
     page.write_text(into(page.read_text(), _table(lines, 1), *MARKS))
-
-
-def _by_codemod(record: dict[str, Any]) -> Iterator[str]:
-    """Yields the shares of lines that the codemod deletes, and the errors of its port."""
-    made = record.get("codemod")
-    if made is None:
-        yield from ("", "")
-        return
-    yield f"{made['both']}/{record['removed']}, {made['both_dtypes']}/{made['dtypes']}"
-    one = row("", made | {"ways": record["ways"] | made["ways"]})
-    _, outputs, _, gradients, _ = one.cells()
-    yield (
-        f"{outputs}, {gradients}" if made["identical"] == IDENTICAL else f"**{made['identical']}**"
-    )
 
 
 def _ratios(record: dict[str, Any]) -> Iterator[str]:

@@ -181,8 +181,8 @@ _WATCH = {
     "--fail-on-advice": _switch("exit with 1 if there is advice"),
 }
 _PORT = {
-    "files": _option("FILE", "the Python files of a model and its trainer", nargs="+"),
-    "--write": _switch("replace the files, all of them or none"),
+    "files": _option("FILE", "Python files, or folders of them", nargs="+"),
+    "--write": _switch("replace the files that change"),
 }
 
 
@@ -217,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
         (_suggest, _SUGGEST, "rules that keep a function within a given error of float32"),
         (_estimate, _ESTIMATE, "memory, traffic and time of a step on devices you need not have"),
         (_watch, _WATCH, "the numbers of a training run, and advice, from the log of its monitor"),
-        (_port, _PORT, "Flax code without the dtypes that it passes along, as a diff"),
+        (_port, _PORT, "Flax code with layers that obey a policy, as a diff"),
     ):
         name = run.__name__.removeprefix("_")
         command = commands.add_parser(
@@ -391,17 +391,16 @@ def _watch(options: argparse.Namespace) -> int:
 
 
 def _port(options: argparse.Namespace) -> int:
-    """Deletes the dtypes that Flax code passes along by hand.
+    """Ports Flax code: imports from mpmodules, layers without the dtypes that a policy decides.
 
         python -m policy port models.py train.py
-        python -m policy port models.py train.py --write
+        python -m policy port models --write
 
-    Layers are imported from mpmodules. Fields, parameters, arguments, casts and variables that only
-    pass a dtype along go, and DynamicScale with its branches. Lines that need a reader are listed
-    with their reason. Give all files of a model at once: arguments that others pass stay.
+    Edits imports of flax.linen and flax.nnx, and the arguments dtype= and param_dtype= in calls of
+    Flax's own layers, and nothing else: each file by itself. Dtypes that stay, and lines that you
+    may delete, are listed with their reasons.
     """
-    port_files(options.files, write=options.write)
-    return 0
+    return port_files(options.files, write=options.write)
 
 
 def _asked_of_estimate(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Ports Flax code: deletes the dtypes that it passes along, for ``python -m policy port``."""
+"""Porting Flax code: imports from mpmodules, layers without the dtypes that were passed along."""

@@ -1,103 +1,88 @@
-"""Names and functions that have to do with dtypes, and the policy in their place."""
+"""Kinds of dtype arguments: the model's dtype, one of the layer's own, or unknown from the file."""
 
 from __future__ import annotations
 
+import ast
 import re
+from typing import Literal
 
-# A place that holds a dtype: its kind ("field", "argument", "local"), its owner and its name.
-Slot = tuple[str, str, str]
-DATA: Slot = ("data", "", "")  # the dtype of an array
-EXTERNAL: Slot = ("external", "", "")  # an attribute of a configuration that is not given
+from policy.porting.names import Names
 
-DTYPE_NAME = r"(^|_)([a-z]?dtype|DTYPE)(_(?!policy)|$)"
-SCALE_NAME = r"(^|_)dynamic_scale$"
-CONFIGS = re.compile(r"(^|_)(cfg|config|conf|hps|hparams|args|flags|model|module|options)$", re.I)
-
-
-def is_model(name: str) -> bool:
-    """Returns whether a variable is named like a model."""
-    return name.lower().endswith(("model", "module"))
-
-
-HALF_FLOATS = {"bfloat16", "float16"}
-FLOATS = {"float32", *HALF_FLOATS}
-_OTHER = re.compile(r"u?int\d*_?|bool_?|complex\d+|float64|float8\w*|float4\w*|key<\w+>")
+# the model's dtype, one of the layer's own, None, or one that the file doesn't show
+DtypeKind = Literal["model", "own", "none", "unknown"]
+ARGUMENTS = ("dtype", "param_dtype")
+_WORDS = "compute|computation|activations?|act|model|module|matmul|mm|half|float|fprop|train"
+_MODEL = re.compile(rf"_*(({_WORDS})_)?dtypes?(_mm)?", re.IGNORECASE)
+_PARAMS = re.compile(r"_*(params?|parameters?|weights?)_dtype", re.IGNORECASE)
+_DTYPE = re.compile(r"(float|bfloat|u?int|complex)\d+|float_|bool_?|float8_\w+")
+_SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_WRAPPERS = ("jax.numpy.dtype", "numpy.dtype", "jax.dtypes.canonicalize_dtype")
 
 
-def constant(name: str) -> str | None:
-    """Returns the dtype's name of ``jax.numpy.float32``, ``numpy.int32``, ``"bfloat16"``, or None.
+def last_name(node: ast.AST | None) -> str:
+    """Returns the last name of `a.b.c` and of `c`, or ""."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
-    Args:
-      name: of an import, or a text.
+
+def is_dtype_name(name: str) -> bool:
+    """Returns whether a name is one of those that hold the dtype of a model or its parameters."""
+    return bool(_MODEL.fullmatch(name) or _PARAMS.fullmatch(name))
+
+
+def constant(names: Names, node: ast.AST) -> str | None:
+    """Returns the name of a dtype that is written out, as ``float32``, or None."""
+    if isinstance(node, ast.Constant):
+        whole = node.value if isinstance(node.value, str) else ""
+        return whole if _DTYPE.fullmatch(whole) else None
+    whole = names.dotted(node) or ""
+    package, _, last = whole.rpartition(".")
+    is_known = package in ("jax.numpy", "numpy", "ml_dtypes") and _DTYPE.fullmatch(last)
+    return last if is_known else None
+
+
+def kind_of_dtype(names: Names, node: ast.expr, argument: str, depth: int = 0) -> DtypeKind:
+    """Returns the kind of an expression that is the `dtype` or `param_dtype` of a layer.
+
+    A name that nothing but the caller binds, or an attribute, is the model's dtype if it is called
+    so, and one of its own if it is called after a layer, as `router_dtype`.
     """
-    module, _, last = name.rpartition(".")
-    known = not module or module.split(".")[0] in ("jax", "numpy", "ml_dtypes", "tensorflow")
-    if name == "jax.numpy.float_":
-        return "float32"
-    return last if known and (last in FLOATS or _OTHER.fullmatch(last)) else None
+    if isinstance(node, ast.Constant) and node.value is None:
+        return "none"
+    if constant(names, node) is not None:
+        return "own"
+    if isinstance(node, ast.Call) and names.dotted(node.func) in _WRAPPERS and len(node.args) == 1:
+        return kind_of_dtype(names, node.args[0], argument, depth)
+    if isinstance(node, ast.IfExp | ast.BoolOp):
+        parts = [node.body, node.orelse] if isinstance(node, ast.IfExp) else node.values
+        kinds = {kind_of_dtype(names, part, argument, depth) for part in parts} - {"none"}
+        return "model" if kinds == {"model"} else "unknown"
+    if isinstance(node, ast.Name):
+        return _kind_of_name(names, node, argument, depth)
+    return _kind_by_name(last_name(node), argument)
 
 
-# words of names that choose a dtype for one stage, which stay: what a policy does there
-_STAGES = {
-    "softmax.*": "softmaxes run in float32 under a policy",
-    "logits.*": "matmuls add up in float32, and losses run in float32 under a policy",
-    "router.*": 'a rule {"router": "float32"} keeps a router in float32',
-    "gates?": 'a rule {"gate": "float32"} keeps a gate in float32',
-    "loss": "losses run in float32 under a policy",
-    "reduce.*": "sums run in float32 under a policy",
-    "accum.*": "matmuls add up in float32 under a policy",
-    "grads?": "gradients are summed in float32; all_reduce_dtype is the dtype of their exchange",
-    "cache.*|kv": "a cache is made in policy.compute_dtype(), or stored by cache_dtype of a policy",
-    "mus?|momentum.*": "policy.mixed_precision stores the moments of an optimizer",
-    "optimizer.*": "policy.mixed_precision stores the state of an optimizer",
-    "quant.*": "a policy's params=int8 stores weights in codes",
-    "output.*": "output_dtype of a policy is the dtype of a model's outputs",
-    "attend.*": "the logits of a shared embedding run by the embedding's rule",
-    "fprop.*": "a cast that is chosen apart",
-    "input.*": "inputs are cast to compute_dtype at the model's boundary",
-}
+def _kind_of_name(names: Names, node: ast.Name, argument: str, depth: int) -> DtypeKind:
+    bindings, scope = names.bindings(node)
+    by_name = _kind_by_name(node.id, argument)
+    kinds: set[DtypeKind] = set()
+    for binding in bindings:
+        if isinstance(binding, ast.expr) and depth < 4:
+            inner = kind_of_dtype(names, binding, argument, depth + 1)
+            # a switch for the whole file, as DTYPE = jnp.bfloat16
+            is_switch = inner == "own" and isinstance(scope, ast.Module)
+            kinds.add(by_name if is_switch else inner)
+        else:
+            kinds.add(by_name if isinstance(binding, str | ast.arg) else "unknown")
+    return kinds.pop() if len(kinds) == 1 else "unknown"
 
 
-def stage(name: str) -> str | None:
-    """Returns a policy's rule for a stage that has a dtype of its own, as in `softmax_dtype`."""
-    words = name.lower().split("_")
-    found = (text for stage, text in _STAGES.items() if any(re.fullmatch(stage, w) for w in words))
-    return next(found, None)
+def _kind_by_name(name: str, argument: str) -> DtypeKind:
+    if _MODEL.fullmatch(name) or (argument == "param_dtype" and _PARAMS.fullmatch(name)):
+        return "model"
+    return "own" if "dtype" in name.lower() else "unknown"
 
 
-# functions of arrays whose dtype is float32 if none is given: the positions of their dtype
-CREATORS = {"zeros": 1, "ones": 1, "empty": 1, "identity": 1, "eye": 3}
-CREATORS |= {"normal": 2, "uniform": 2, "truncated_normal": 4, "one_hot": 2}
-# functions whose dtype needs a float32 in its place: the positions of their dtype
-TYPED = {"finfo": 0, "full": 2, "ShapeDtypeStruct": 1, "arange": 3, "linspace": 5, "tile": 9}
-CAST_FUNCTIONS = {"asarray": 1, "array": 1, "astype": 1, "convert_element_type": 1}
-# keywords without effect on float32 operands
-RESULT_OPTIONS = {"preferred_element_type", "promote_dtype"}
-TRANSFORMS = r"""(?x)
-    partial | isinstance | issubclass | remat | checkpoint | scan | vmap | jit | pmap |
-    map_variables | add_metadata_axis | remat_scan | shard_map | grad | value_and_grad |
-    custom_vjp | custom_jvp | split_rngs
-"""
-NORMS = re.compile(r"(Layer|RMS|Group|Batch|Instance|Weight|Spectral)Norm")
-
-# functions of JAX and NumPy that return floating-point numbers for any array
-MAKES_FLOATS = r"""(?x)
-    mean | var | std | sqrt | rsqrt | exp | log | log1p | expm1 | tanh | sin | cos | einsum | dot |
-    matmul | softmax | log_softmax | gelu | silu | swish | sigmoid | softplus | normal | uniform |
-    truncated_normal | linspace | power | divide | erf | reciprocal | dot_general |
-    conv_general_dilated | dot_product_attention | dot_product_attention_weights | one_hot |
-    logsumexp
-"""
-# functions and methods that return numbers of their operand's dtype
-KEEPS_FLOATS = r"""(?x)
-    reshape | transpose | swapaxes | moveaxis | squeeze | expand_dims | concatenate | concat |
-    stack | split | where | pad | sum | max | min | maximum | minimum | square | abs | clip | roll |
-    flip | repeat | tile | broadcast_to | take | take_along_axis | cumsum | add | subtract |
-    multiply | relu | astype | ravel | tril | triu | array_split | mT | T | value | at | set |
-    rearrange | with_sharding_constraint | with_logical_constraint | asarray | array | copy |
-    outer | dynamic_slice | dynamic_update_slice
-"""
-FLOAT_PARAMETERS = re.compile(
-    r"(query|key|value|q|k|v|[qkv]_proj|(\w+_)?logits|probs|kernel|bias|scale|shift|gamma|beta|weights?|w|hidden_states|residual|encoded|"
-    r"inputs_(q|kv)|embeddings?|normed\w*|lora_weights|sin|cos)"
-)
+def equal_rule(path: str, dtype: str | None) -> str:
+    """Returns the rule that gives a layer a dtype, or "" where its path or dtype is not known."""
+    short = _SHORT.get(dtype or "")
+    return f'{{".*{path}": "c={short}"}}' if path and short else ""

@@ -1,72 +1,103 @@
-"""Import lines: Flax's layers become those of mpmodules."""
+"""Imports of `flax.linen` and `flax.nnx`, from mpmodules after a port."""
 
 from __future__ import annotations
 
+import ast
 import re
-from typing import Any
 
-import libcst as cst
-from libcst.helpers import get_full_name_for_node
+from policy.porting.source import PortError, PythonFile, line_start, removed
 
-from policy.porting.sources import ParsedFile
-from policy.porting.syntax import nodes_of
-
-_WHOLE = ("flax.linen", "flax.nnx")
-_WINGS = re.compile("linen|nnx")
-# modules of flax.linen that mpmodules.linen doesn't hold
-_HELD = re.compile("(?!(partitioning|experimental|kw_only_dataclasses)$).*")
-# layers, in modules below flax.linen and flax.nnx
-_LAYERS = re.compile(
-    r"Linear\w*|Dense|DenseGeneral|Einsum|Embed|Conv|ConvTranspose|ConvLocal|[A-Z]\w+Norm|"
-    r"[A-Z]\w+Attention|[A-Z]\w+Cell|RNN|Bidirectional"
-)
+_APIS = ("flax.linen", "flax.nnx")
+# the classes with a dtype; a test compares them with Flax's
+_LAYERS = """
+    BatchNorm Conv ConvLSTMCell ConvLocal ConvTranspose Dense DenseGeneral Einsum Embed GRUCell
+    GroupNorm InstanceNorm LSTMCell LayerNorm Linear LinearGeneral LoRA MGUCell MultiHeadAttention
+    MultiHeadDotProductAttention OptimizedLSTMCell PReLU RMSNorm SelfAttention SimpleCell
+    SpectralNorm WeightNorm
+"""
+LAYERS = frozenset(_LAYERS.split())
+# modules of Flax's that have Flax's layers, or are not in mpmodules
+_MODULES = {"attention", "linear", "nn", "normalization", "partitioning", "recurrent", "spmd"}
 
 
-def ported_imports(source: ParsedFile, notes: list[str]) -> str:
-    """Returns a file's text with its imports from mpmodules.
+def moved_name(statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> str | None:
+    """Returns the dotted name of an imported name in mpmodules, or None if it is not moved."""
+    if isinstance(statement, ast.Import):
+        is_api = alias.asname is not None and alias.name in _APIS
+        return _ours(alias.name) if is_api else None
+    whole = f"{statement.module}.{alias.name}"
+    if statement.level or alias.name in _MODULES:
+        return None
+    if whole in _APIS or statement.module in _APIS:
+        return _ours(whole)
+    api = next((api for api in _APIS if whole.startswith(f"{api}.")), None)
+    is_moved = api is not None and alias.name in LAYERS | {"Module"}
+    return f"{_ours(api)}.{alias.name}" if api is not None and is_moved else None
+
+
+def _ours(name: str) -> str:
+    return name.replace("flax", "mpmodules", 1)
+
+
+def imports_flax(source: PythonFile) -> bool:
+    """Returns whether a file imports `flax.linen` or `flax.nnx`, or their parts in mpmodules."""
+    for node in source.nodes:
+        names = [alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)]
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{name}" for name in names] if not node.level else []
+        for name in names:
+            if f"{_ours(name)}.".startswith(("mpmodules.linen.", "mpmodules.nnx.")):
+                return True
+    return any(
+        isinstance(node, ast.Attribute) and source.code(node) in _APIS for node in source.nodes
+    )
+
+
+def moved_aliases(source: PythonFile) -> dict[ast.alias, str]:
+    """Returns the imported names that move, each with its dotted name in mpmodules."""
+    found: dict[ast.alias, str] = {}
+    for node in source.nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {alias: moved_name(node, alias) for alias in node.names}
+            found |= {alias: name for alias, name in names.items() if name is not None}
+    return found
+
+
+def swapped_text(source: PythonFile, data: bytes, node: ast.Import | ast.ImportFrom) -> bytes:
+    """Returns a text with the moved names of a statement imported from mpmodules.
 
     Args:
-      notes: gets a line for each import that is left alone.
+      data: the text, which is that of the source up to the end of the statement.
     """
-    for node in nodes_of(source.module):
-        name = get_full_name_for_node(node) if isinstance(node, cst.Attribute) else ""
-        if name in _WHOLE and source.enclosing(node, cst.Import, cst.ImportFrom) is None:
-            notes.append(f"{source.place(node)}: `{name}` is Flax's: import mpmodules by a name")
-    return source.module.visit(_Imports()).code
+    moved = {alias: name for alias in node.names if (name := moved_name(node, alias))}
+    if isinstance(node, ast.Import):
+        for alias in reversed(list(moved)):
+            start, _ = source.span(alias)
+            data = data[:start] + moved[alias].encode() + data[start + len(alias.name) :]
+        return data
+    start, _ = source.span(node)
+    if len(moved) == len(node.names):
+        head = re.compile(rb"from\s+").match(data, start)
+        old = (node.module or "").encode()
+        if head is None or not data.startswith(old, head.end()):
+            raise PortError("an import that is written over several lines", node.lineno)
+        return data[: head.end()] + moved_module(moved) + data[head.end() + len(old) :]
+    for alias in reversed(list(moved)):
+        data = removed(data, *source.span(alias))
+    before = data[line_start(data, start) : start]
+    newline = re.search(rb"\r\n|\r|\n", data)
+    separator = b"; " if before.strip() or newline is None else newline[0] + before
+    line = ast.unparse(moved_statement(node)).encode()
+    return data[:start] + line + separator + data[start:]
 
 
-class _Imports(cst.CSTTransformer):
-    def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> Any:
-        names = list(updated_node.names)
-        for i, alias in enumerate(original_node.names):
-            if alias.asname and alias.evaluated_name in _WHOLE:
-                names[i] = alias.with_changes(name=_dotted(alias.evaluated_name[len("flax.") :]))
-        return updated_node.with_changes(names=names)
-
-    def leave_SimpleStatementLine(self, original_node: Any, updated_node: Any) -> Any:
-        statement = original_node.body[0]
-        is_alone = len(original_node.body) == 1 and isinstance(statement, cst.ImportFrom)
-        if not is_alone or statement.relative or isinstance(statement.names, cst.ImportStar):
-            return updated_node
-        name = get_full_name_for_node(statement.module or "") or ""
-        package, wing, below = [*name.split("."), "", ""][:3]
-        if package != "flax" or not (_WINGS.fullmatch(wing) or name == "flax"):
-            return updated_node
-        moving = _LAYERS if below else _HELD if wing else _WINGS
-        moved = [one for one in statement.names if moving.fullmatch(one.evaluated_name)]
-        left = [one for one in statement.names if one not in moved]
-        made = statement.with_changes(module=_dotted(wing))
-        if not moved or not left:
-            return updated_node.with_changes(body=[made]) if moved else updated_node
-        first, second = _with_names(statement, left), _with_names(made, moved)
-        line = updated_node.with_changes(body=[first])
-        return cst.FlattenSentinel([line, cst.SimpleStatementLine([second])])
+def moved_statement(node: ast.ImportFrom) -> ast.ImportFrom:
+    """Returns the statement that imports the moved names of one, from mpmodules."""
+    moved = {alias: name for alias in node.names if (name := moved_name(node, alias))}
+    return ast.ImportFrom(moved_module(moved).decode(), list(moved), 0)
 
 
-def _with_names(statement: cst.ImportFrom, names: list[cst.ImportAlias]) -> cst.ImportFrom:
-    last = names[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-    return statement.with_changes(names=[*names[:-1], last])
-
-
-def _dotted(wing: str) -> Any:
-    return cst.parse_expression(f"mpmodules.{wing}".removesuffix("."))
+def moved_module(moved: dict[ast.alias, str]) -> bytes:
+    """Returns the one module that the moved names of a statement come from."""
+    (module,) = {name.rpartition(".")[0] for name in moved.values()}
+    return module.encode()

@@ -1,127 +1,128 @@
-"""Ports files: import lines, dtypes, dynamic loss scales, and the names that nothing reads then."""
+"""Ports Flax code: imports from mpmodules, and layers without the dtypes that a policy decides."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import difflib
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from pathlib import Path
 
-import libcst as cst
+from policy.porting.imports import imports_flax, moved_aliases, moved_statement, swapped_text
+from policy.porting.layers import LinesByReason, arguments_that_go
+from policy.porting.listing import lines_to_delete
+from policy.porting.names import Names
+from policy.porting.source import PortError, PythonFile, parsed, read_source, removed
 
-from policy.porting import dtypes
-from policy.porting.brackets import with_short_brackets_joined
-from policy.porting.cleanup import docstring_edits, unread, unread_edits, unread_notes
-from policy.porting.definitions import Project
-from policy.porting.edits import Edits
-from policy.porting.flow import DtypeFlow
-from policy.porting.imports import ported_imports
-from policy.porting.sources import (
-    Elsewhere,
-    ParsedFile,
-    PortError,
-    Written,
-    has_plain_lines,
-    matched_lines,
-    read_file,
-)
-from policy.porting.syntax import is_self, last_name
-from policy.porting.tidying import copy_edits, return_edits
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 
 @dataclasses.dataclass(frozen=True)
 class Ported:
-    """A file before and after its port."""
+    """A file before and after its port.
+
+    Attributes:
+      name: its path, as it was given.
+      before, after: the text.
+      encoding: of the file.
+      arguments: the number of dtype arguments that were deleted.
+      stays: lines of dtypes that stay, by the reason.
+      deletable: lines that a person may delete, by the reason.
+      has_flax: whether it imports `flax.linen` or `flax.nnx`.
+    """
 
     name: str
     before: str
     after: str
+    encoding: str
+    arguments: int
+    stays: LinesByReason
+    deletable: LinesByReason
+    has_flax: bool = True
 
     def diff(self) -> str:
-        """Returns a unified diff: `difflib.unified_diff` pairs no lines that a file has often."""
-        before, after = (text.splitlines(keepends=True) for text in (self.before, self.after))
+        """Returns a unified diff."""
         name = self.name.lstrip("/")
-        lines = [f"--- a/{name}\n", f"+++ b/{name}\n"]
-        for group in matched_lines(before, after).get_grouped_opcodes():
-            (_, i, _, j, _), (_, _, i_end, _, j_end) = group[0], group[-1]
-            lines.append(f"@@ -{i + 1},{i_end - i} +{j + 1},{j_end - j} @@\n")
-            for tag, i, i_end, j, j_end in group:
-                lines += [f"{' ' if tag == 'equal' else '-'}{line}" for line in before[i:i_end]]
-                lines += [f"+{line}" for line in after[j:j_end] if tag != "equal"]
-        return "".join(lines)
+        before, after = (_LINE.findall(text) for text in (self.before, self.after))
+        return "".join(
+            line if line.endswith(("\n", "\r")) else f"{line}\n\\ No newline at end of file\n"
+            for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
+        )
 
-    def deleted(self) -> int:
-        """Returns the number of lines that are deleted or changed."""
-        return sum(line[:1] == "-" for line in self.diff().splitlines()[2:])
+    def lines(self) -> int:
+        """Returns the number of lines of the file."""
+        return len(_LINE.findall(self.before))
 
 
-def port(names: Sequence[str]) -> tuple[list[Ported], list[str]]:
-    """Returns the ported files, and the lines that are left alone with their reasons.
+def port_file(name: str) -> Ported:
+    """Returns a file with its port, which nothing writes.
 
     Raises:
-      PortError: a file is not there, or is not Python.
+      PortError: the file can't be read, is not Python, or can't be ported.
     """
-    names = list(dict.fromkeys(names))
-    given = [read_file(name) for name in names]
-    elsewhere = Elsewhere([source.path for source in given])
-    before = [unread(source) for source in given]
-    notes = [n for a, b in zip(given, before, strict=True) for n in unread_notes(a, b, elsewhere)]
-    sources = [_with_text(source, ported_imports(source, notes)) for source in given]
-    for pattern in (dtypes.SCALE_NAME, dtypes.DTYPE_NAME):
-        flow = DtypeFlow(sources, elsewhere, pattern)
-        notes += flow.notes()
-        sources = _edited(sources, docstring_edits(flow.nodes, flow.edits()))
-    while edits := unread_edits(sources, before, elsewhere):
-        sources = _edited(sources, edits)
-    sources = [_tidied(source, old.text) for source, old in zip(sources, given, strict=True)]
-    for source, old in zip(sources, given, strict=True):
-        if missing := _unbound(source) - _unbound(old):
-            lost = ", ".join(sorted(missing))
-            raise PortError(f"{source.path}: a port would leave {lost} unbound: nothing is ported")
-    pairs = zip(names, given, sources, strict=True)
-    return [Ported(name, a.text, b.text) for name, a, b in pairs], sorted(set(notes), key=_place)
-
-
-def _tidied(source: ParsedFile, before: str) -> ParsedFile:
-    if not has_plain_lines(source.text):
-        return source
-    for edits_of in (copy_edits, return_edits):
-        if edits := edits_of(source, Written(before, source.text)):
-            source = _with_text(source, edits.text(source.module))
-    return _with_text(source, with_short_brackets_joined(before, source.text))
-
-
-def _place(note: str) -> tuple[str, int, str]:
-    path, line, text = note.split(":", 2)
-    return path, int(line), text
-
-
-def _unbound(source: ParsedFile) -> set[str]:
-    """Returns the names, and attributes of `self` that are dtypes, that nothing binds."""
-    accesses = [access for scope in source.scopes() for access in scope.accesses]
-    names = {source.code(access.node) for access in accesses if not access.referents}
-    project = Project([source])
-    for node in project.nodes:
-        name, owner = last_name(node), source.class_of(node)
-        is_own = isinstance(node, cst.Attribute) and is_self(node.value)
-        if is_own and re.search(dtypes.DTYPE_NAME, name) and project.owner(owner, name) is None:
-            names.add(f"self.{name} of {owner}")
-    return names
-
-
-def _edited(sources: Sequence[ParsedFile], edits: Edits) -> list[ParsedFile]:
-    return [_with_text(source, edits.text(source.module)) for source in sources]
-
-
-def _with_text(source: ParsedFile, text: str) -> ParsedFile:
-    """Returns a source with another text, whose lines are those of the file on disk."""
-    if text == source.text:
-        return source
-    before, after = source.text.splitlines(), text.splitlines()
-    lines = [1] * (len(after) + 2)
-    for tag, i, _, j, j_end in matched_lines(before, after).get_opcodes():
-        for k in range(j, j_end):
-            lines[k] = source.lines[min(i + (k - j if tag == "equal" else 0), len(before) - 1)]
     try:
-        return ParsedFile(source.path, text, lines)
-    except PortError as error:
-        raise PortError(f"a port would not parse, so nothing is ported: {error}") from None
+        return ported(read_source(Path(name)), name)
+    except RecursionError:
+        raise PortError("nested too deeply") from None
+
+
+def ported(source: PythonFile, name: str) -> Ported:
+    """Returns a source with its port.
+
+    Raises:
+      PortError: an edit would change more than imports and dtype arguments of layers.
+    """
+    text = source.data.decode()
+    if not imports_flax(source):
+        return Ported(name, text, text, source.encoding, 0, {}, {}, has_flax=False)
+    moved = moved_aliases(source)
+    names = Names(source, moved)
+    stays: LinesByReason = defaultdict(set)
+    going = arguments_that_go(source, names, stays)
+    deletable = lines_to_delete(source, names, going, set().union(*stays.values()))
+    keywords = [k for call, gone in going.items() for k in call.keywords if k.arg in gone]
+    statements = list(dict.fromkeys(source.parents[alias] for alias in moved))
+    data = source.data
+    for node in sorted([*keywords, *statements], key=source.span, reverse=True):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            data = swapped_text(source, data, node)
+        else:
+            data = removed(data, *source.span(node))
+    _require_equal(source, statements, going, data)
+    return Ported(name, text, data.decode(), source.encoding, len(keywords), dict(stays), deletable)
+
+
+def _require_equal(
+    source: PythonFile, statements: list[ast.AST], going: dict[ast.Call, list[str]], data: bytes
+) -> None:
+    """Compares the tree of a ported text with the tree in which the nodes are edited.
+
+    Raises:
+      PortError: they differ: the text was edited elsewhere.
+    """
+    for call, gone in going.items():
+        call.keywords = [each for each in call.keywords if each.arg not in gone]
+    aliases = moved_aliases(source)
+    for statement in statements:
+        _swap(source, statement, aliases)
+    try:
+        is_equal = ast.dump(source.tree) == ast.dump(parsed(data))
+    except PortError:
+        is_equal = False
+    if not is_equal:
+        raise PortError("its port would change more than imports and arguments")
+
+
+def _swap(source: PythonFile, node: ast.AST, moved: dict[ast.alias, str]) -> None:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            alias.name = moved.get(alias, alias.name)
+    elif isinstance(node, ast.ImportFrom):
+        made = moved_statement(node)
+        node.names = [alias for alias in node.names if alias not in moved]
+        parent = source.parents[node]
+        for _, body in ast.iter_fields(parent):
+            if isinstance(body, list) and node in body:
+                i = body.index(node)
+                body[i : i + 1] = [made, node] if node.names else [made]

@@ -56,38 +56,6 @@ def test_a_port_is_the_sources_with_their_edits(tmp_path, monkeypatch):
         sources.fetch(other, checkouts, tmp_path / "other")
 
 
-def test_a_port_by_the_codemod_is_counted_beside_the_edits(tmp_path, monkeypatch):
-    layer = "        return nn.Dense(4, dtype=self.dtype)(x)\n"
-    text = "from flax import linen as nn\nclass Net(nn.Module):\n    dtype: str = 'float32'\n"
-    text += f"    def __call__(self, x):\n        # a layer\n{layer}"
-    upstream = tmp_path / "upstream"
-    upstream.mkdir()
-    (upstream / "net.py").write_text(text)
-    (tmp_path / "own").mkdir()
-    script = (
-        "5,6c\n        return nn.Dense(4)(x)\n.\n3d\n1c\nfrom mpmodules import linen as nn\n.\n"
-    )
-    (tmp_path / "own" / "net.py.ed").write_text(script)
-    monkeypatch.setattr(sources, "EDITS", tmp_path)
-    found = sources.port(_trainer(), upstream, tmp_path / "port", by_codemod=True)
-    assert found == sources.Lines(removed=4, added=2, dtypes=2, both=3, both_dtypes=2)
-    made = (tmp_path / "port" / "net.py").read_text()
-    assert "dtype" not in made and "# a layer" in made
-
-
-def test_the_codemod_deletes_nine_of_ten_lines_that_ports_by_hand_delete():
-    removed = both = dtypes = both_dtypes = 0
-    for name in names():
-        record = next(iter(tables.load(name).values()))  # each has the counts of all files
-        removed, both = removed + record["removed"], both + record["codemod"]["both"]
-        dtypes = dtypes + record["codemod"]["dtypes"]
-        both_dtypes = both_dtypes + record["codemod"]["both_dtypes"]
-    assert both >= 0.9 * removed and both_dtypes >= 0.9 * dtypes
-    page = " ".join((tables.ROOT / "docs" / "porting.md").read_text().split())
-    told = f"{removed} lines the codemod deletes or changes {both} ({both / removed:.0%})"
-    assert f"Of all {told}, and of the {dtypes} with a dtype {both_dtypes}" in page
-
-
 def _found(way, value, digest="a"):
     exact = ([np.ones(2)], [np.ones(2)], 1.0)
     half = ([np.full(2, value)], [np.ones(2)], 0.0)
@@ -108,10 +76,6 @@ def test_a_port_is_compared_with_upstream_in_float32_and_in_bfloat16():
     worse = compared(_found("own dtype", 1.25), _found("port", 1.5, digest="b"))
     assert worse["identical"] == "differs in arrays [0]"
     assert list(tables.missed("model", worse)) == ["model: outputs", "model: import swap"]
-    made = tables.codemod_record(worse, sources.Lines(both=3))
-    assert made["both"] == 3 and made["ways"].keys() == {"port"}
-    both = list(tables.missed("model", record | {"codemod": made}))
-    assert both == ["model, by the codemod: import swap"]
 
 
 @pytest.mark.parametrize("name", names())
@@ -126,5 +90,5 @@ def test_each_trainer_has_edits_results_and_a_page(name):
     page = (tables.ROOT / "docs" / "trainers" / f"{name}.md").read_text()
     assert tables.page_table(found) in page
     assert all(each["revision"] == trainer.revision for each in found.values())
-    overview = (tables.ROOT / "docs" / "porting.md").read_text()
+    overview = (tables.ROOT / "docs" / "ports.md").read_text()
     assert all(f"[{model}](trainers/{name}.md)" in overview for model in found)

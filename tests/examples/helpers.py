@@ -8,16 +8,16 @@ import jax
 import pytest
 
 from tests.eight_devices import ROOT
-from tests.porting import recipe
+from tests.porting import sources
 
 
 @functools.cache
 def in_plain_flax(example: str) -> types.ModuleType:
     """Returns an example as a module that imports Flax's layers: its import line is another."""
     text = (ROOT / f"examples/{example}.py").read_text()
-    for theirs, ours in recipe.IMPORTS:
+    for theirs, ours in sources.IMPORTS:
         text = text.replace(ours, theirs)
-    return recipe.load(text, f"{example}_in_plain_flax")
+    return sources.load(text, f"{example}_in_plain_flax")
 
 
 def assert_refused(example: types.ModuleType, arguments: list[str], message: str) -> None:

@@ -1,10 +1,10 @@
-"""Prints the tables of docs/porting.md: ``python -m tests.porting``. About a minute on one core."""
+"""Prints the tables of docs/ports.md: ``python -m tests.porting``. About a minute on one core."""
 
 import jax
 import jax.numpy as jnp
 from tabulate import tabulate
 
-from tests.porting import recipe
+from tests.porting import sources
 from tests.porting.test_ports import HALVES, error, findings
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -13,7 +13,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def main() -> None:
     logits, losses = [], []
-    for name in recipe.NAMES:
+    for name in sources.NAMES:
         for dtype in HALVES:
             ulp = float(jnp.finfo(dtype).eps)
             made = ["hand", "policy", *(["rules"] if name in ("lm1b", "wmt") else [])]

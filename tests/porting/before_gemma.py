@@ -1,9 +1,6 @@
 """The shape of Flax's gemma example, small: RMSNorm with 1 + scale, rotary positions, grouped
 queries, soft caps, sliding windows, a gated feed-forward layer, tied embeddings and a cache that is
 handed through.
-
-What a port changes is marked: `goes` on a line that it deletes, `# +` before one that it writes,
-and `stays` on one that still speaks of a dtype.
 """
 
 from __future__ import annotations
@@ -15,9 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
-# + from policy import reductions
-# + from policy.reductions import einsum
 
 K_MASK = -2.3819763e38
 
@@ -34,8 +28,8 @@ class TransformerConfig:
     window: int = 3
     attention_cap: float = 10.0
     logits_cap: float = 8.0
-    dtype: Any = jnp.float32  # goes
-    weight_dtype: Any = jnp.float32  # goes
+    dtype: Any = jnp.float32
+    weight_dtype: Any = jnp.float32
 
 
 def apply_rope(inputs, positions, max_wavelength=10_000):
@@ -46,7 +40,7 @@ def apply_rope(inputs, positions, max_wavelength=10_000):
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     first, second = jnp.split(inputs, 2, axis=-1)
     out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return out.astype(inputs.dtype)  # stays
+    return out.astype(inputs.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -55,26 +49,18 @@ class RMSNorm(nnx.Module):
         dim: int,
         *,
         rngs: nnx.Rngs,
-        dtype: Any = jnp.float32,  # goes
-        weight_dtype: Any = jnp.float32,  # goes
+        dtype: Any = jnp.float32,
+        weight_dtype: Any = jnp.float32,
     ):
-        self.dtype = dtype  # goes
-        self.scale = nnx.Param(  # goes
-            nnx.initializers.zeros_init()(rngs.params(), (dim,), weight_dtype)  # goes
-        )  # goes
-        # + self.scale = nnx.Param(nnx.initializers.zeros_init()(rngs.params(), (dim,)))
+        self.dtype = dtype
+        self.scale = nnx.Param(nnx.initializers.zeros_init()(rngs.params(), (dim,), weight_dtype))
 
     def __call__(self, x):
-        x = jnp.asarray(x, jnp.float32)  # goes
-        mean2 = jnp.mean(jnp.square(x), axis=-1, keepdims=True)  # goes
-        normed = jnp.asarray(x * jax.lax.rsqrt(mean2 + 1e-6), dtype=self.dtype)  # goes
-        scale = jnp.asarray(self.scale[...], self.dtype)  # goes
-        return normed * (1.0 + scale)  # goes
-        # + def norm(x, scale):
-        # +     mean2 = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        # +     return x * jax.lax.rsqrt(mean2 + 1e-6) * (1.0 + scale)
-        # +
-        # + return reductions.in_reduction_dtype(norm, x, self.scale[...], dtype=x.dtype)  # stays
+        x = jnp.asarray(x, jnp.float32)
+        mean2 = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        normed = jnp.asarray(x * jax.lax.rsqrt(mean2 + 1e-6), dtype=self.dtype)
+        scale = jnp.asarray(self.scale[...], self.dtype)
+        return normed * (1.0 + scale)
 
 
 class ScaledEmbed(nnx.Embed):
@@ -91,16 +77,16 @@ class Attention(nnx.Module):
         window: int | None,
         *,
         rngs: nnx.Rngs,
-        dtype: Any = jnp.float32,  # goes
-        weight_dtype: Any = jnp.float32,  # goes
+        dtype: Any = jnp.float32,
+        weight_dtype: Any = jnp.float32,
     ):
         self.config, self.window = config, window
         heads, kv_heads = config.num_heads, config.num_kv_heads
         width, head_dim = config.embed_dim, config.head_dim
         learned = functools.partial(
             nnx.Einsum,
-            dtype=dtype,  # goes
-            param_dtype=weight_dtype,  # goes
+            dtype=dtype,
+            param_dtype=weight_dtype,
             rngs=rngs,
         )
         self.q_einsum = learned("BTD,NDH->BTNH", (heads, width, head_dim))
@@ -109,8 +95,8 @@ class Attention(nnx.Module):
         norm = functools.partial(
             RMSNorm,
             head_dim,
-            dtype=dtype,  # goes
-            weight_dtype=weight_dtype,  # goes
+            dtype=dtype,
+            weight_dtype=weight_dtype,
             rngs=rngs,
         )
         self.query_norm, self.key_norm = norm(), norm()
@@ -128,26 +114,22 @@ class Attention(nnx.Module):
             key = jax.lax.dynamic_update_slice(cache["k"], key, start)
             cache = {"v": value, "k": key, "end_index": cache["end_index"] + length}
         query = query.reshape((batch, length, config.num_kv_heads, groups, config.head_dim))
-        logits = jnp.einsum("BTKGH,BSKH->BTKGS", query, key)  # goes
-        # + logits = einsum("BTKGH,BSKH->BTKGS", query, key)
+        logits = jnp.einsum("BTKGH,BSKH->BTKGS", query, key)
         logits = jnp.tanh(logits / config.attention_cap) * config.attention_cap
         if self.window is not None:
             ones = jnp.ones(mask.shape, bool)
             mask = mask & jnp.triu(ones, 1 - self.window) & jnp.tril(ones, self.window - 1)
         logits = jnp.where(mask[:, :, None, None], logits, K_MASK)
-        probs = jax.nn.softmax(logits, axis=-1).astype(key.dtype)  # stays
+        probs = jax.nn.softmax(logits, axis=-1).astype(key.dtype)
         encoded = jnp.einsum("BTKGS,BSKH->BTKGH", probs, value)
         encoded = encoded.reshape((batch, length, config.num_heads, config.head_dim))
         return cache, self.attn_vec_einsum(encoded)
 
-    # + def init_cache(self, cache_size, batch_size):
-    def init_cache(self, cache_size, batch_size, dtype=jnp.float32):  # goes
+    def init_cache(self, cache_size, batch_size, dtype=jnp.float32):
         shape = (batch_size, cache_size, self.config.num_kv_heads, self.config.head_dim)
         return {
-            "v": jnp.zeros(shape, dtype=dtype),  # goes
-            "k": jnp.zeros(shape, dtype=dtype),  # goes
-            # + "v": jnp.zeros(shape),
-            # + "k": jnp.zeros(shape),
+            "v": jnp.zeros(shape, dtype=dtype),
+            "k": jnp.zeros(shape, dtype=dtype),
             "end_index": jnp.zeros((batch_size,), int),
         }
 
@@ -159,14 +141,14 @@ class FeedForward(nnx.Module):
         hidden: int,
         *,
         rngs: nnx.Rngs,
-        dtype: Any = jnp.float32,  # goes
-        weight_dtype: Any = jnp.float32,  # goes
+        dtype: Any = jnp.float32,
+        weight_dtype: Any = jnp.float32,
     ):
         linear = functools.partial(
             nnx.Linear,
             use_bias=False,
-            dtype=dtype,  # goes
-            param_dtype=weight_dtype,  # goes
+            dtype=dtype,
+            param_dtype=weight_dtype,
             rngs=rngs,
         )
         self.gate_proj, self.up_proj = linear(features, hidden), linear(features, hidden)
@@ -178,29 +160,29 @@ class FeedForward(nnx.Module):
 
 class Block(nnx.Module):
     def __init__(self, config: TransformerConfig, window: int | None, *, rngs: nnx.Rngs):
-        dtype = config.dtype  # goes
-        weight_dtype = config.weight_dtype  # goes
+        dtype = config.dtype
+        weight_dtype = config.weight_dtype
         norm = functools.partial(
             RMSNorm,
             config.embed_dim,
-            dtype=dtype,  # goes
-            weight_dtype=weight_dtype,  # goes
+            dtype=dtype,
+            weight_dtype=weight_dtype,
             rngs=rngs,
         )
         self.pre_attention_norm = norm()
         self.attn = Attention(
             config,
             window,
-            dtype=dtype,  # goes
-            weight_dtype=weight_dtype,  # goes
+            dtype=dtype,
+            weight_dtype=weight_dtype,
             rngs=rngs,
         )
         self.post_attention_norm, self.pre_ffw_norm = norm(), norm()
         self.mlp = FeedForward(
             config.embed_dim,
             config.hidden_dim,
-            dtype=dtype,  # goes
-            weight_dtype=weight_dtype,  # goes
+            dtype=dtype,
+            weight_dtype=weight_dtype,
             rngs=rngs,
         )
 
@@ -218,16 +200,16 @@ class Transformer(nnx.Module):
         self.embedder = ScaledEmbed(
             config.num_embed,
             config.embed_dim,
-            dtype=config.dtype,  # goes
-            param_dtype=config.weight_dtype,  # goes
+            dtype=config.dtype,
+            param_dtype=config.weight_dtype,
             rngs=rngs,
         )
         windows = [None if layer % 2 else config.window for layer in range(config.num_layers)]
         self.layers = nnx.List([Block(config, window, rngs=rngs) for window in windows])
         self.final_norm = RMSNorm(
             config.embed_dim,
-            dtype=config.dtype,  # goes
-            weight_dtype=config.weight_dtype,  # goes
+            dtype=config.dtype,
+            weight_dtype=config.weight_dtype,
             rngs=rngs,
         )
 
@@ -241,10 +223,8 @@ class Transformer(nnx.Module):
         logits = self.embedder.attend(self.final_norm(x))
         return jnp.tanh(logits / self.config.logits_cap) * self.config.logits_cap, new_cache
 
-    # + def init_cache(self, cache_size, batch_size):
-    def init_cache(self, cache_size, batch_size, dtype=jnp.float32):  # goes
+    def init_cache(self, cache_size, batch_size, dtype=jnp.float32):
         return {
-            f"layer_{i}": layer.attn.init_cache(cache_size, batch_size, dtype)  # goes
-            # + f"layer_{i}": layer.attn.init_cache(cache_size, batch_size)
+            f"layer_{i}": layer.attn.init_cache(cache_size, batch_size, dtype)
             for i, layer in enumerate(self.layers)
         }

@@ -1,8 +1,5 @@
 """The shape of Flax's lm1b example, small: a decoder of one token after the other, with a cache for
 sampling.
-
-What a port changes is marked: `goes` on a line that it deletes, and `# +` before one that it
-writes.
 """
 
 from __future__ import annotations
@@ -25,11 +22,11 @@ class DecoderBlock(nn.Module):
     def __call__(self, inputs, decoder_mask=None):
         config = self.config
         x = nn.LayerNorm(
-            dtype=config.dtype,  # goes
+            dtype=config.dtype,
         )(inputs)
         x = nn.MultiHeadDotProductAttention(
             num_heads=config.num_heads,
-            dtype=config.dtype,  # goes
+            dtype=config.dtype,
             use_bias=False,
             broadcast_dropout=False,
             dropout_rate=config.dropout_rate,
@@ -38,7 +35,7 @@ class DecoderBlock(nn.Module):
         )(x, mask=decoder_mask)
         x = inputs + nn.Dropout(config.dropout_rate)(x, deterministic=config.deterministic)
         z = nn.LayerNorm(
-            dtype=config.dtype,  # goes
+            dtype=config.dtype,
         )(x)
         return x + MlpBlock(config)(z)
 
@@ -54,10 +51,8 @@ class TransformerLM(nn.Module):
         decoder_mask = None
         if not config.decode:
             decoder_mask = nn.combine_masks(
-                nn.make_attention_mask(inputs > 0, inputs > 0, dtype=config.dtype),  # goes
-                nn.make_causal_mask(inputs, dtype=config.dtype),  # goes
-                # + nn.make_attention_mask(inputs > 0, inputs > 0),
-                # + nn.make_causal_mask(inputs),
+                nn.make_attention_mask(inputs > 0, inputs > 0, dtype=config.dtype),
+                nn.make_causal_mask(inputs, dtype=config.dtype),
             )
         y = inputs.astype("int32")
         y = y if config.decode else shift_right(y)
@@ -69,23 +64,21 @@ class TransformerLM(nn.Module):
         )(y)
         y = AddPositionEmbs(config, config.decode, name="posembed")(y)
         y = nn.Dropout(config.dropout_rate)(y, deterministic=config.deterministic)
-        y = y.astype(config.dtype)  # goes
+        y = y.astype(config.dtype)
         for layer in range(config.num_layers):
             y = DecoderBlock(config, name=f"block_{layer}")(y, decoder_mask)
         y = nn.LayerNorm(
-            dtype=config.dtype,  # goes
+            dtype=config.dtype,
             name="norm",
         )(y)
         logits = nn.Dense(
             config.vocab_size,
-            dtype=config.dtype,  # goes
+            dtype=config.dtype,
             name="logitdense",
         )(y)
-        return logits.astype(config.dtype)  # goes
-        # + return logits
+        return logits.astype(config.dtype)
 
 
 def initialize_cache(key, config, shape):
-    tokens = jnp.ones(shape, config.dtype)  # goes
-    # + tokens = jnp.ones(shape)
+    tokens = jnp.ones(shape, config.dtype)
     return TransformerLM(config).init(key, tokens)["cache"]

@@ -1,7 +1,6 @@
 """The parts that Flax's lm1b and wmt examples share, small.
 
-`recipe.before` writes it in the place of its import in the texts of both. What a port changes is
-marked as there.
+`sources.before` writes it in the place of its import in the texts of both.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from jax import lax
 @struct.dataclass
 class TransformerConfig:
     vocab_size: int = 32
-    dtype: Any = jnp.float32  # goes
+    dtype: Any = jnp.float32
     emb_dim: int = 16
     num_heads: int = 2
     num_layers: int = 1
@@ -55,8 +54,7 @@ class AddPositionEmbs(nn.Module):
                 i = index.value
                 index.value = i + 1
                 pe = lax.dynamic_slice_in_dim(table, i, 1, axis=1)
-        return inputs + pe  # goes
-        # + return inputs + pe.astype(inputs.dtype)  # stays
+        return inputs + pe
 
 
 class MlpBlock(nn.Module):
@@ -67,12 +65,12 @@ class MlpBlock(nn.Module):
         config = self.config
         x = nn.Dense(
             config.mlp_dim,
-            dtype=config.dtype,  # goes
+            dtype=config.dtype,
         )(inputs)
         x = nn.relu(x)
         x = nn.Dropout(config.dropout_rate)(x, deterministic=config.deterministic)
         x = nn.Dense(
             inputs.shape[-1],
-            dtype=config.dtype,  # goes
+            dtype=config.dtype,
         )(x)
         return nn.Dropout(config.dropout_rate)(x, deterministic=config.deterministic)

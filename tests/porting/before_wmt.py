@@ -1,8 +1,5 @@
 """The shape of Flax's wmt example, small: an encoder and a decoder that share their embedding, and
 its cached decoding.
-
-What a port changes is marked: `goes` on a line that it deletes, and `# +` before one that it
-writes.
 """
 
 from __future__ import annotations
@@ -21,14 +18,14 @@ from tests.porting.before_transformer import (
 )
 
 
-def preferred_dtype(use_mixed_precision):  # goes
-    platform = jax.local_devices()[0].platform  # goes
-    if use_mixed_precision:  # goes
-        if platform == "tpu":  # goes
-            return jnp.bfloat16  # goes
-        elif platform == "gpu":  # goes
-            return jnp.float16  # goes
-    return jnp.float32  # goes
+def preferred_dtype(use_mixed_precision):
+    platform = jax.local_devices()[0].platform
+    if use_mixed_precision:
+        if platform == "tpu":
+            return jnp.bfloat16
+        elif platform == "gpu":
+            return jnp.float16
+    return jnp.float32
 
 
 class Attention(nn.Module):
@@ -40,11 +37,10 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, inputs, memory=None, mask=None):
         config = self.config
-        x = nn.LayerNorm(dtype=config.dtype)(inputs)  # goes
-        # + x = nn.LayerNorm()(inputs)
+        x = nn.LayerNorm(dtype=config.dtype)(inputs)
         x = nn.MultiHeadDotProductAttention(
             num_heads=config.num_heads,
-            dtype=config.dtype,  # goes
+            dtype=config.dtype,
             use_bias=False,
             broadcast_dropout=False,
             dropout_rate=config.dropout_rate,
@@ -63,14 +59,12 @@ class Encoder(nn.Module):
         config = self.config
         x = AddPositionEmbs(config, name="posembed")(self.embed(inputs.astype("int32")))
         x = nn.Dropout(config.dropout_rate)(x, deterministic=config.deterministic)
-        x = x.astype(config.dtype)  # goes
+        x = x.astype(config.dtype)
         for layer in range(config.num_layers):
             x = Attention(config, name=f"attention_{layer}")(x, mask=mask)
-            y = nn.LayerNorm(dtype=config.dtype)(x)  # goes
-            # + y = nn.LayerNorm()(x)
+            y = nn.LayerNorm(dtype=config.dtype)(x)
             x = x + MlpBlock(config, name=f"mlp_{layer}")(y)
-        return nn.LayerNorm(dtype=config.dtype, name="norm")(x)  # goes
-        # + return nn.LayerNorm(name="norm")(x)
+        return nn.LayerNorm(dtype=config.dtype, name="norm")(x)
 
 
 class Decoder(nn.Module):
@@ -84,17 +78,14 @@ class Decoder(nn.Module):
         y = self.embed(y if config.decode else shift_right(y))
         y = AddPositionEmbs(config, config.decode, name="posembed")(y)
         y = nn.Dropout(config.dropout_rate)(y, deterministic=config.deterministic)
-        y = y.astype(config.dtype)  # goes
+        y = y.astype(config.dtype)
         for layer in range(config.num_layers):
             y = Attention(config, config.decode, name=f"attention_{layer}")(y, mask=decoder_mask)
             y = Attention(config, name=f"cross_{layer}")(y, encoded, encoder_decoder_mask)
-            z = nn.LayerNorm(dtype=config.dtype)(y)  # goes
-            # + z = nn.LayerNorm()(y)
+            z = nn.LayerNorm(dtype=config.dtype)(y)
             y = y + MlpBlock(config, name=f"mlp_{layer}")(z)
-        y = nn.LayerNorm(dtype=config.dtype, name="norm")(y)  # goes
-        # + y = nn.LayerNorm(name="norm")(y)
-        logits = self.embed.attend(y.astype(jnp.float32))  # goes
-        # + logits = self.embed.attend(y)
+        y = nn.LayerNorm(dtype=config.dtype, name="norm")(y)
+        logits = self.embed.attend(y.astype(jnp.float32))
         return logits / jnp.sqrt(y.shape[-1])
 
 
@@ -112,8 +103,7 @@ class Transformer(nn.Module):
         self.decoder = Decoder(config, self.embed)
 
     def encode(self, inputs):
-        mask = nn.make_attention_mask(inputs > 0, inputs > 0, dtype=self.config.dtype)  # goes
-        # + mask = nn.make_attention_mask(inputs > 0, inputs > 0)
+        mask = nn.make_attention_mask(inputs > 0, inputs > 0, dtype=self.config.dtype)
         return self.encoder(inputs, mask)
 
     def decode(self, encoded, inputs, targets):
@@ -122,24 +112,18 @@ class Transformer(nn.Module):
         if not config.decode:
             there = targets > 0
             decoder_mask = nn.combine_masks(
-                nn.make_attention_mask(there, there, dtype=config.dtype),  # goes
-                nn.make_causal_mask(targets, dtype=config.dtype),  # goes
-                # + nn.make_attention_mask(there, there),
-                # + nn.make_causal_mask(targets),
+                nn.make_attention_mask(there, there, dtype=config.dtype),
+                nn.make_causal_mask(targets, dtype=config.dtype),
             )
-        encoder_decoder_mask = nn.make_attention_mask(there, inputs > 0, dtype=config.dtype)  # goes
-        # + encoder_decoder_mask = nn.make_attention_mask(there, inputs > 0)
+        encoder_decoder_mask = nn.make_attention_mask(there, inputs > 0, dtype=config.dtype)
         logits = self.decoder(encoded, targets, decoder_mask, encoder_decoder_mask)
-        return logits.astype(config.dtype)  # goes
-        # + return logits
+        return logits.astype(config.dtype)
 
     def __call__(self, inputs, targets):
         return self.decode(self.encode(inputs), inputs, targets)
 
 
 def initialize_cache(key, config, inputs_shape, targets_shape):
-    inputs = jnp.ones(inputs_shape, config.dtype)  # goes
-    targets = jnp.ones(targets_shape, config.dtype)  # goes
-    # + inputs = jnp.ones(inputs_shape)
-    # + targets = jnp.ones(targets_shape)
+    inputs = jnp.ones(inputs_shape, config.dtype)
+    targets = jnp.ones(targets_shape, config.dtype)
     return Transformer(config).init(key, inputs, targets)["cache"]

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
-import tempfile
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +12,9 @@ import numpy as np
 from flax import nnx as flax_nnx
 
 from policy import use_policy
-from policy.porting.port import port
-from tests.porting import recipe
+from policy.porting.port import ported
+from policy.porting.source import PythonFile
+from tests.porting import sources
 
 BATCH, LENGTH = 6, 8
 STAGES = (0, 1)  # one block, with a projected shortcut
@@ -25,12 +24,14 @@ QUICKLY: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 
 @functools.cache
 def before(name: str) -> types.ModuleType:
-    return recipe.load(recipe.without_marks(recipe.before(name)), f"before_{name}")
+    return sources.load(sources.before(name), f"before_{name}")
 
 
 @functools.cache
 def after(name: str) -> types.ModuleType:
-    return recipe.load(recipe.ported(recipe.before(name)), f"after_{name}")
+    """Returns the module that ``python -m policy port`` makes."""
+    source = PythonFile(sources.before(name).encode())
+    return sources.load(ported(source, f"{name}.py").after, f"after_{name}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,18 +111,8 @@ def by_hand(name: str, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32)
     return _linen(name, model(module.TransformerConfig(num_layers=1, dtype=dtype)), None)
 
 
-@functools.cache
-def by_command(name: str) -> types.ModuleType:
-    """The module that ``python -m policy port`` makes."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder, f"{name}.py")
-        file.write_text(recipe.without_marks(recipe.before(name)))
-        (ported,), _ = port([str(file)])
-    return recipe.load(ported.after, f"ported_{name}")
-
-
-def by_policy(name: str, policy: Any, rules: Any = None, module_of: Any = after) -> Model:
-    module = module_of(name)
+def by_policy(name: str, policy: Any, rules: Any = None) -> Model:
+    module = after(name)
     if name == "imagenet":
         return _linen(name, module.ResNet(STAGES), policy)
     if name == "gemma":

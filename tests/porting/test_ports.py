@@ -1,5 +1,5 @@
-"""The four ported models beside those whose dtypes Flax's examples thread by hand, on the same
-random weights.
+"""Four models by ``python -m policy port``, compared with themselves as Flax's examples write them:
+their dtypes passed by hand, on the same random weights.
 """
 
 import functools
@@ -16,7 +16,7 @@ import policy
 from mpmodules import nnx, use_policy
 from policy.testing import assert_dots_in, assert_same_program
 from tests.eight_devices import ROOT
-from tests.porting import models, recipe
+from tests.porting import models, sources
 
 TREES = 4
 HALVES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
@@ -73,7 +73,7 @@ def gradients_error(name: str, made_by: str, dtype: str) -> float:
     return float(np.median([models.relative_error(a.gradients, b.gradients) for a, b in pairs]))
 
 
-@pytest.mark.parametrize("name", recipe.NAMES)
+@pytest.mark.parametrize("name", sources.NAMES)
 def test_a_port_has_the_same_parameters(name):
     assert jax.eval_shape(models.by_policy(name, "mixed_bfloat16").init) == shapes(name)
 
@@ -100,7 +100,7 @@ def test_without_a_policy_a_port_is_the_program_that_it_was(name):
     assert_same_program(models.by_policy(name, None).logits, models.by_hand(name).logits, args)
 
 
-@pytest.mark.parametrize("name", recipe.NAMES)
+@pytest.mark.parametrize("name", sources.NAMES)
 def test_in_float32_a_port_agrees_with_the_model_that_it_was(name):
     both = (results(name, by, "float32") for by in ("policy", "hand"))
     for ours, theirs in zip(*both, strict=True):
@@ -112,7 +112,7 @@ def test_in_float32_a_port_agrees_with_the_model_that_it_was(name):
         assert gradients_error(name, "hand", "float32") < 2e-6
 
 
-@pytest.mark.parametrize("name", recipe.NAMES)
+@pytest.mark.parametrize("name", sources.NAMES)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_in_half_a_port_is_as_right_as_the_model_that_it_was(name, dtype):
     ours, theirs = (error(name, by, dtype) for by in ("policy", "hand"))
@@ -134,7 +134,7 @@ def test_gradients_in_half_are_better_than_those_of_the_model_that_it_was(name):
     assert ours < 0.85 * theirs
 
 
-@pytest.mark.parametrize("name", recipe.NAMES)
+@pytest.mark.parametrize("name", sources.NAMES)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_loss_is_computed_from_float32_logits(name, dtype):
     args = shapes(name), models.batch(name)
@@ -144,13 +144,13 @@ def test_the_loss_is_computed_from_float32_logits(name, dtype):
     assert loss.dtype == logits.dtype == dtype
 
 
-@pytest.mark.parametrize("name", recipe.NAMES)
+@pytest.mark.parametrize("name", sources.NAMES)
 def test_every_matmul_of_a_port_multiplies_half_forward_and_backward(name):
     args = shapes(name), models.batch(name)
     assert_dots_in(models.by_policy(name, "mixed_bfloat16").logits, args, "bfloat16", backward=True)
 
 
-@pytest.mark.parametrize("name", recipe.NAMES)
+@pytest.mark.parametrize("name", sources.NAMES)
 def test_an_audit_finds_what_the_port_repairs_and_nothing_after_it(name):
     before, after = findings(name)
     kinds = {finding.kind for finding in before}
@@ -166,10 +166,12 @@ def findings(name: str) -> list[Any]:
 
 
 def test_the_page_s_table_says_what_is_measured():
-    page = (ROOT / "docs/porting.md").read_text()
+    page = (ROOT / "docs/ports.md").read_text()
     row = r"^\| (\w+) \| (bfloat16|float16) \| ([\d.]+) \| ([\d.]+) \|"
     rows = re.findall(row, page, re.MULTILINE)
-    assert [row[:2] for row in rows] == [(name, dtype) for name in recipe.NAMES for dtype in HALVES]
+    assert [row[:2] for row in rows] == [
+        (name, dtype) for name in sources.NAMES for dtype in HALVES
+    ]
     for name, dtype, *said in rows:
         errors = np.array([error(name, by, dtype) for by in ("hand", "policy")])
         ulps = errors / float(jnp.finfo(dtype).eps)
@@ -244,57 +246,3 @@ def test_a_cache_that_is_handed_through_comes_back_as_it_went_in_and_changes_no_
     state = models.random_tree(state, 0)
     _, plain, cached, _ = models.compiled(called, state)(state)
     np.testing.assert_array_equal(plain, cached)
-
-
-LOSS_SCALED = "mixed_float16"
-
-
-@pytest.fixture(scope="module")
-def tree() -> Any:
-    return models.random_tree(jax.eval_shape(models.by_hand("imagenet").init), 0)
-
-
-@pytest.fixture(scope="module")
-def stepped(tree):
-    """By who made the model: its state before and after a step, and after one that overflows."""
-    images, labels = models.batch("imagenet").values()
-    found = {}
-    initialized = lambda *args: (tree["params"], tree["batch_stats"])  # noqa: E731
-    infinite = np.full_like(images, np.inf)
-    for by, module, half, dtypes in (
-        ("hand", models.before("imagenet"), True, {"dtype": jnp.float16}),
-        ("policy", models.after("imagenet"), LOSS_SCALED, {"dtype_policy": LOSS_SCALED}),
-    ):
-        model = module.ResNet(models.STAGES, **dtypes)
-        with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
-            patch.setattr(module, "initialized", initialized)
-            state = module.create_train_state(jax.random.key(0), model, 16, half)
-            step = models.compiled(module.train_step, state, images, labels)
-        found[by] = state, *step(state, images, labels), step(state, infinite, labels)[0]
-    return found
-
-
-def test_a_step_goes_where_it_went(stepped, tree):
-    (_, ours, loss, _), (_, theirs, their_loss, _) = stepped["policy"], stepped["hand"]
-    assert loss.dtype == their_loss.dtype == jnp.float32  # theirs: of float16 numbers
-    # two ulps of float16: theirs rounds its logits
-    np.testing.assert_allclose(loss, their_loss, rtol=2e-3)
-    both = (ours.params, theirs.params)
-    moved = [jax.tree.map(jnp.subtract, after, tree["params"]) for after in both]
-    assert models.relative_error(*moved) < 0.05
-    assert models.relative_error(ours.batch_stats, theirs.batch_stats) < 1e-3
-
-
-def test_a_step_that_overflows_is_skipped_with_its_batch_statistics(stepped, tree):
-    start, _, _, skipped = stepped["policy"]
-    for was, now in ((start.params, skipped.params), (start.batch_stats, skipped.batch_stats)):
-        jax.tree.map(np.testing.assert_array_equal, was, now)
-    assert not policy.finite_of(skipped.opt_state)
-    before, after = (policy.loss_scale_of(state.opt_state).loss_scale for state in (start, skipped))
-    np.testing.assert_array_equal(after, before / 2)
-
-
-def test_by_hand_the_batch_statistics_of_a_skipped_step_are_lost(stepped):
-    start, _, _, skipped = stepped["hand"]
-    jax.tree.map(np.testing.assert_array_equal, start.params, skipped.params)
-    assert not policy.all_finite(skipped.batch_stats)
