@@ -2,6 +2,7 @@
 errors.
 """
 
+import collections
 import ctypes
 import gc
 import importlib.metadata
@@ -39,8 +40,6 @@ import jax
 import numpy as np
 import pytest
 
-from tests import fast_part
-
 # The suite's random tests are the same in each run; those of `python -m tests.random_faults` come
 # from its seed.
 hypothesis.settings.register_profile(
@@ -65,15 +64,28 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = "not slow and not exhaustive"
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Marks the cases that are not in the fast part, before `-m` chooses among them, and sorts the
-    chosen ones: the files that take longest begin.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks cases of tests with `pytest.mark.cases` as slow or exhaustive, before `-m` chooses
+    among them.
     """
-    listed = fast_part.durations()
-    fast_part.mark(items, listed)
-    yield
-    items[:] = fast_part.longest_files_first(items, listed)
+    tables: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("cases"):
+            tables[item.nodeid.partition("[")[0]].append(item)
+    for cases in tables.values():
+        counts = cases[0].get_closest_marker("cases").kwargs
+        fast = spread(counts.get("fast", 0), cases)
+        others = [case for case in cases if case not in fast]
+        slow = spread(counts.get("slow", len(others)), others)
+        for case in others:
+            case.add_marker("slow" if case in slow else "exhaustive")
+
+
+def spread(count: int, cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns `count` of the cases, or all if there are fewer, spread over their list."""
+    count = min(count, len(cases))
+    return [cases[position * len(cases) // count] for position in range(count)]
 
 
 def pytest_collection_finish() -> None:
@@ -88,7 +100,6 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
     """A file's tests run on one worker, where they share fixtures and traces."""
-    config.option.loadscopereorder = False  # keeps the order above
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log) if config.getvalue("dist") == "load" else None

@@ -52,6 +52,7 @@ def test_what_is_listed_or_exempt_exists_in_this_flax_or_a_newer_one():
         assert len(names) == len(set(names))
 
 
+@pytest.mark.slow
 def test_every_test_that_is_named_exists():
     for row in (*catalogue.LAYERS, *catalogue.FUNCTIONS):
         for test in row.tests.values():
@@ -60,5 +61,6 @@ def test_every_test_that_is_named_exists():
             assert re.search(rf"^def {name}\(", text, re.MULTILINE), test
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_command_writes():
     assert catalogue.PAGE.read_text() == catalogue.page(), "run python docs/make_layers.py"

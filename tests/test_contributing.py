@@ -73,9 +73,9 @@ def test_each_command_of_the_page_is_in_the_file_that_it_runs_from():
         path = ROOT / module.replace(".", "/")
         main = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
         assert main.exists(), module
-    assert "pytest -n 2 -m slow" in (ROOT / "tests/fast_part.py").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_picture_and_the_table_are_those_of_the_imports():
     made = docs_script("make_house")
     graph = made.imports()

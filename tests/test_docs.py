@@ -65,6 +65,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", CASES)
 def test_the_code_of_a_page_runs_and_prints_what_it_shows(page: str, tmp_path: Path):
     blocks = blocks_of(PAGES[page])
@@ -177,6 +178,7 @@ def anchors_of(path: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.cases(fast=9)
 @pytest.mark.parametrize("page", [*PAGES, "../README.md"])
 def test_the_links_of_a_page_lead_somewhere(page: str):
     """A package index gets the README's as absolute links; pyproject.toml says how."""

@@ -62,6 +62,7 @@ def paragraphs(text: str) -> Iterator[list[str]]:
             yield lines
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_made_of_the_stored_results_and_its_prose_is_wrapped(name: str):
     page, text = PAGES[name], (DOCS / name).read_text(encoding="utf-8")

@@ -20,6 +20,7 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     "block", BLOCKS, ids=[f"line {README[: README.index(b)].count(chr(10))}" for b in BLOCKS]
 )
@@ -85,6 +86,7 @@ def update_of_adam(tx):
     return tx.update({"w": jnp.float16(0.005)}, tx.init(params), params)[0]["w"]
 
 
+@pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")  # that of most users; upstream mixes dtypes
 def test_the_four_numbers_of_the_readme_are_measured():
     adam = optax.adam(1e-3)
@@ -104,6 +106,7 @@ def test_the_four_numbers_of_the_readme_are_measured():
         np.testing.assert_allclose([theirs, ours], np.asarray(measured[:2], float), rtol=0.05)
 
 
+@pytest.mark.slow
 def test_one_import_is_enough_for_a_model_author():
     import mpmodules
     import policy

@@ -158,6 +158,7 @@ def test_names_unchanged_from_flax_are_in_the_stub(wing):
     assert same <= {n for n in re.findall(flaxs, stub, re.MULTILINE) if not n.startswith("_")}
 
 
+@pytest.mark.cases(fast=100)
 @pytest.mark.parametrize("name", sorted({*VALUES} - WITHOUT_EXAMPLE))
 def test_a_docstring_has_an_example(name):
     own = (inspect.getdoc(VALUES[name]) or "").partition(FLAXS)[0]
@@ -208,6 +209,7 @@ def described_callables() -> Iterator[Any]:
                 yield pytest.param(value, id=f"{entry.name}.{member}")
 
 
+@pytest.mark.cases(fast=100)
 @pytest.mark.parametrize("value", [*described_callables()])
 def test_documented_arguments_are_those_of_the_signature(value):
     own, _, upstream = (inspect.getdoc(value) or "").partition(FLAXS)

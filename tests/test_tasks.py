@@ -77,6 +77,7 @@ def test_there_are_ten_tasks_each_with_a_section():
     assert [each.name for each in TASKS] == headings and len(TASKS) >= 10
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("each", CASES)
 def test_a_task_is_solved_from_its_page_in_the_lines_that_the_table_says(each: Task):
     lines = [line for line in each.block.code.splitlines() if line.strip()]
@@ -86,6 +87,7 @@ def test_a_task_is_solved_from_its_page_in_the_lines_that_the_table_says(each: T
     assert [name for name in sorted(known) if not re.search(rf"\b{name}\b", page)] == []
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("each", CASES)
 def test_a_task_runs(each: Task):
     for package in each.block.needs:

@@ -72,6 +72,7 @@ def test_the_suggested_change_repairs_the_reproduction(name, tmp_path):
     np.testing.assert_allclose(numbers, wanted, rtol=0, atol=room)
 
 
+@pytest.mark.slow
 def test_every_report_has_its_parts():
     assert len(REPORTS) == len(REPAIRED)
     for title, body in REPORTS.items():

@@ -27,6 +27,7 @@ def docstrings(package: str) -> Iterator[tuple[str, str]]:
                     yield f"{path.name}:{getattr(node, 'name', 'module')}", text
 
 
+@pytest.mark.cases(fast=1, slow=20)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_docstrings_seldom_say_what_and_open_with_a_verb_or_a_noun(package):
     found = list(docstrings(package))

@@ -133,6 +133,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(("name", "kind"), PRODUCTS)
 def test_chips_multiply_8_bits_by_8_bits_forward_and_backward(name, kind):
     target, width = accelerators.target(name), 512
@@ -151,6 +152,7 @@ def test_chips_multiply_8_bits_by_8_bits_forward_and_backward(name, kind):
     assert len(re.findall(PRODUCTS[name, kind], text)) == 3
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ["bfloat16 and remainders", "float32, sums in float32"])
 def test_the_step_over_four_chips_fits_and_exchanges_the_dtypes_that_were_asked_for(name):
     accelerators.target(scale.SMALL.target)
@@ -166,6 +168,7 @@ def test_the_step_over_four_chips_fits_and_exchanges_the_dtypes_that_were_asked_
     assert not [row for row in rows if row.is_missed and row is not gathers]
 
 
+@pytest.mark.slow
 def test_gradients_that_are_accumulators_cost_no_more_cycles_or_bytes():
     accelerators.target("v5e:2x2")
     rows = {row.quantity: row for row in accumulators.rows(small=True, on=["v5e"])}

@@ -33,6 +33,7 @@ def _chosen() -> Any:
         yield pytest.param(dataclasses.replace(case, torch=None), precision, id=name)
 
 
+@pytest.mark.cases(fast=1, slow=11)
 @pytest.mark.parametrize(("case", "precision"), list(_chosen()))
 def test_ours_is_within_its_bound_and_no_worse_than_upstream(case, precision):
     assert report.complaints(measure(case, precision)) == []
@@ -58,6 +59,7 @@ def _off(ulps: float) -> Any:
     return lambda precision, x: (x + x) * (1 + ulps * jnp.finfo(x.dtype).eps).astype(x.dtype)
 
 
+@pytest.mark.slow
 def test_a_row_is_held_against_its_promise_and_against_the_best_of_the_others():
     assert report.complaints(measure(_doubling(), BFLOAT16)) == []
     promise, best = report.complaints(measure(_doubling(ours=_off(4)), BFLOAT16))

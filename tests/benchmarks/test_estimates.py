@@ -21,6 +21,7 @@ PARAMS = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize(("model", "choice"), CASES)
 def test_a_step_of_small_sizes_returns_params_and_state_as_it_takes_them(
     model: Model, choice: Choice
@@ -35,6 +36,7 @@ def test_a_step_of_small_sizes_returns_params_and_state_as_it_takes_them(
     assert {x.dtype for x in jax.tree.leaves(args[0])} == {jnp.dtype(stored_in)}
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.module)
 def test_a_model_has_as_many_params_as_its_original(model: Model):
     _, args = model.loaded().example()

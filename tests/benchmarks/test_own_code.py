@@ -21,6 +21,7 @@ def truths_of(name: str) -> Truths:
     return Truths.of(BY_NAME[name], seeds=range(5))
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["RMSNorm", "mixture of logistics", "connectionist loss"])
 def test_gradients_are_as_accurate_as_autocasts(name, policy):

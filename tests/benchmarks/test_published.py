@@ -29,6 +29,7 @@ PARAMS = {
 }
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("size", PARAMS, ids=lambda size: f"{size.layers} x {size.width}")
 def test_a_published_model_has_as_many_params_as_its_checkpoint(size: Size):
     _, args = decoder.step_of(size, 1, FULL)
@@ -88,6 +89,7 @@ def test_params_are_split_along_the_width_and_the_other_side():
     assert {x.shape for x in jax.tree.leaves(args[0])} == set(shapes) | {(2, 32, 2, 8)}
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "bfloat16"])
 def test_a_step_returns_params_and_state_as_it_takes_them(policy: str):
     with use_policy(policy):
@@ -108,6 +110,7 @@ def by_hand(params, tokens):
     return losses.mean()
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_logits_and_no_remat_changes_its_gradients():
     tokens = jax.random.randint(jax.random.key(1), (3, SMALL.length), 0, SMALL.vocabulary)
     with use_policy("float32"), jax.default_matmul_precision("float32"):
@@ -126,6 +129,7 @@ def test_the_loss_is_that_of_logits_and_no_remat_changes_its_gradients():
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-6), grads, others)
 
 
+@pytest.mark.slow
 def test_saved_values_leave_fewer_matmuls_to_backward():
     tokens = jnp.zeros((1, SMALL.length), int)
 

@@ -58,6 +58,7 @@ def test_every_table_is_a_module_and_is_chosen_by_its_name():
     assert list(everything.chosen(["gpu"], quick=False)) == ["gpu"]
 
 
+@pytest.mark.cases(fast=5)
 @pytest.mark.parametrize(
     ("main", "line", "text"),
     [
@@ -89,6 +90,7 @@ def test_a_line_that_can_not_be_run_is_refused_by_its_command(main, line, text, 
     assert status and text in printed.err + printed.out
 
 
+@pytest.mark.slow
 def test_tables_run_apart_and_what_one_misses_is_the_commands_status(monkeypatch, tmp_path, capfd):
     (tmp_path / "fake_table.py").write_text(
         "import sys\nfrom benchmarks import table\n"

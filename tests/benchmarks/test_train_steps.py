@@ -24,6 +24,7 @@ def as_the_benchmark_runs():
         yield
 
 
+@pytest.mark.slow
 def test_both_train_steps_of_a_model_step_the_same_params_to_nearly_the_same_place():
     """In float16, with a loss scale that grows and skips on either side; batch statistics too."""
     setting = SETTINGS["f16"]
@@ -95,6 +96,7 @@ def test_a_donated_argument_counts_once_and_the_others_too():
     assert measured == pytest.approx(sum(plan.values()), rel=0.25)
 
 
+@pytest.mark.slow
 def test_a_comparison_needs_no_more_than_its_bounds_say():
     case = inspection_compare.Case("ours", inspection_compare.Ours(1, 64), 64, batch=8, length=32)
     found = {row.quantity: row for row in inspection_compare.step(case, times=0)}

@@ -78,6 +78,7 @@ def test_a_port_is_compared_with_upstream_in_float32_and_in_bfloat16():
     assert list(tables.missed("model", worse)) == ["model: outputs", "model: import swap"]
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("name", names())
 def test_each_trainer_has_edits_results_and_a_page(name):
     trainer = trainer_of(name)

@@ -34,6 +34,7 @@ def test_a_stub_is_what_the_script_writes(wing):
     assert not stale, "run `python -m tests.checkers.make_stubs` with the newest supported Flax"
 
 
+@pytest.mark.cases(fast=1)
 @WINGS
 def test_a_stub_names_all_that_the_wing_exports(wing):
     names = declared(make_stubs.path_of(wing).read_text())

@@ -113,6 +113,7 @@ class Mark(NamedTuple):
     text: str
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_a_checker_says_of_user_code_what_is_marked_there_and_nothing_of_the_readme(
     checker, tmp_path
@@ -133,6 +134,7 @@ def test_a_checker_says_of_user_code_what_is_marked_there_and_nothing_of_the_rea
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_the_docs_tell_users_of_mypy_of_the_plugin_that_the_test_runs_it_with():
     (line,) = [line for line in MYPY_SETTINGS.splitlines() if line.startswith("plugins")]
     assert line in OWN_LAYERS

@@ -41,6 +41,7 @@ def model_of(wing, way, policy=HALF, rules=NO_RULES):
     return {"linen": job.linen_model, "nnx": job.nnx_model}[wing](way, policy, rules, 0)
 
 
+@pytest.mark.slow
 def test_the_maths_by_hand_is_flax_s():
     x = jnp.asarray(RNG.normal(3, 2, (2, 4, 8)), jnp.float32)
     scale, bias = jnp.asarray(RNG.normal(size=(2, 1, 1, 8)), jnp.float32)
@@ -53,6 +54,7 @@ def test_the_maths_by_hand_is_flax_s():
     np.testing.assert_allclose(job.softmax_attention(heads, 2 * heads, -heads), attended, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_both_wings_are_the_same_model():
     linen, nnx = model_of("linen", "float32"), model_of("nnx", "float32")
     theirs, params = linen.params, jax.tree.map(jnp.zeros_like, nnx.params)
@@ -64,6 +66,7 @@ def test_both_wings_are_the_same_model():
     np.testing.assert_allclose(*both(params, theirs), atol=1e-6)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_both_ways_reach_flax_s_layers_and_the_maths_by_hand(wing):
     audits, saved = {}, {}
@@ -78,6 +81,7 @@ def test_both_ways_reach_flax_s_layers_and_the_maths_by_hand(wing):
     assert saved["port"] < 0.8 * saved["float32"] and saved["autocast"] < 0.8 * saved["float32"]
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 @pytest.mark.parametrize("way", ["port", "autocast"])
 def test_a_rule_holds_in_both_ways(wing, way):
@@ -91,6 +95,7 @@ def test_a_rule_holds_in_both_ways(wing, way):
     assert dtypes({"head": "f32"}) == {("float32", "float32")}
 
 
+@pytest.mark.slow
 def test_the_example_trains_reports_and_plots(tmp_path, capsys):
     path = tmp_path / "curves" / "loss.png"
     arguments = f"--way port --policy mixed_float16 --epochs 2 --plot {path}"
@@ -102,6 +107,7 @@ def test_the_example_trains_reports_and_plots(tmp_path, capsys):
     assert_reported(capsys, path, *columns, *texts)
 
 
+@pytest.mark.slow
 def test_the_nnx_model_trains_under_autocast_and_explains_itself(tmp_path, capsys):
     path = tmp_path / "p.png"
     arguments = ["--wing", "nnx", "--way", "autocast", "--rule", "", "--epochs", "1", "--explain"]
@@ -111,6 +117,7 @@ def test_the_nnx_model_trains_under_autocast_and_explains_itself(tmp_path, capsy
     assert_reported(capsys, path, *texts, "dot_general")
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("given", ["--way port", "--way autocast", "--wing nnx --way port"])
 def test_a_rule_of_no_module_is_one_line(given, monkeypatch):
     monkeypatch.setattr(job, "train", lambda *_: pytest.fail("something was trained"))

@@ -118,6 +118,7 @@ def tiny_job(monkeypatch):
     monkeypatch.setattr(job, "read_checkpoint", lambda path: random_weights())
 
 
+@pytest.mark.slow
 def test_own_photos_are_classified_reported_and_plotted(tiny_job, tmp_path, capsys):
     photo, labels = tmp_path / "wide.png", tmp_path / "labels.txt"
     path = tmp_path / "plots" / "p.png"
@@ -133,6 +134,7 @@ def test_own_photos_are_classified_reported_and_plotted(tiny_job, tmp_path, caps
     assert_reported(capsys, path, "wide.png", seen, "largest logit error")
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -182,6 +184,7 @@ def results(photos):
     return {result.name: result for result in found}
 
 
+@pytest.mark.slow
 def test_a_palace_and_a_daisy_are_seen_and_half_precision_is_near(
     results,
 ):
@@ -191,6 +194,7 @@ def test_a_palace_and_a_daisy_are_seen_and_half_precision_is_near(
     assert results["mixed_float16"].error <= 0.018
 
 
+@pytest.mark.slow
 def test_float32_gives_torch_s_logits(results, photos):
     if hashlib.sha256(photos[1].tobytes()).hexdigest() != CROPS:
         pytest.skip("Another Pillow decodes or resizes the photos otherwise.")

@@ -28,6 +28,7 @@ def multiplied(function: Any, *args: Any) -> collections.Counter[tuple[str, ...]
     )
 
 
+@pytest.mark.slow
 def test_the_language_models_matmuls_of_weights_are_in_8_bits_and_its_attention_is_not():
     config = lm.Config(vocab_size=12, width=16, layers=2, heads=2, mlp_width=24, length=8)
     model, tokens = lm.Decoder(config), jnp.ones((2, 8), jnp.int32)
@@ -38,6 +39,7 @@ def test_the_language_models_matmuls_of_weights_are_in_8_bits_and_its_attention_
     assert found == {(DOT, INT8): 13, (DOT, "bfloat16"): 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_rule_keeps_a_resnets_convolutions_out_of_8_bits(kept):
     rules = [(linen.Conv, "p=f32,c=bf16,o=bf16")] if kept else None

@@ -48,6 +48,7 @@ def logits_of(policy: str, tied: bool = False) -> np.ndarray:
         return np.asarray(apply({"params": random_params(config)}, tokens_of(config)))
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_one_random_tree_gives_the_logits_of_plain_flax(tied):
     config = config_of(tied)
@@ -62,6 +63,7 @@ def test_one_random_tree_gives_the_logits_of_plain_flax(tied):
     np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6 * np.abs(theirs).max())
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("policy", "dtype"), HALVES.items())
 def test_logits_under_a_half_policy_are_close_to_float32(policy, dtype):
     full, half = logits_of("float32"), logits_of(policy)
@@ -70,6 +72,7 @@ def test_logits_under_a_half_policy_are_close_to_float32(policy, dtype):
     assert 0.01 < ulps < 3  # of the largest logit; 0 would be float32 under another name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "tied"), [("mixed_bfloat16", False), ("mixed_float16", True)])
 def test_every_matmul_runs_in_half_and_every_sum_in_float32(policy, tied):
     config = config_of(tied)
@@ -86,6 +89,7 @@ def test_every_matmul_runs_in_half_and_every_sum_in_float32(policy, tied):
         assert_no_silent_promotion(loss_fn, (params,), backward=True)
 
 
+@pytest.mark.slow
 def test_logits_know_the_tokens_before_them_and_no_others():
     model, params = lm.Decoder(SMALL), random_params(SMALL)
     apply: Any = jax.jit(model.apply)
@@ -125,6 +129,7 @@ def little_text(monkeypatch):
     monkeypatch.setattr(lm, "load_text", lambda: "In the beginning was the Word.\n" * 30)
 
 
+@pytest.mark.slow
 def test_the_example_trains_samples_reports_and_plots(little_text, tmp_path, capsys):
     arguments = ["--policy", "mixed_float16", "--rule", "layer_.*/attention=f32", "--sample", "20"]
     path = tmp_path / "curves" / "loss.png"

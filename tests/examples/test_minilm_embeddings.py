@@ -99,6 +99,7 @@ def test_the_tree_is_the_one_that_init_creates(tiny):
         job.stored(job.flax_params(tiny[0] | wrong, TINY), created)
 
 
+@pytest.mark.slow
 def test_padding_changes_no_embedding(tiny, encode):
     (_, params), (tokens, mask) = tiny, BATCH
     with mp.use_policy("float32"):
@@ -109,6 +110,7 @@ def test_padding_changes_no_embedding(tiny, encode):
     np.testing.assert_allclose(embeddings[1:], alone, rtol=0, atol=1e-6)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
 def test_matrices_are_multiplied_in_half_and_float32_runs_between_them(tiny, policy):
     from policy.testing import assert_reductions_in
@@ -127,6 +129,7 @@ def test_matrices_are_multiplied_in_half_and_float32_runs_between_them(tiny, pol
     assert job.plan(policy, own, plain=False)[1] == own
 
 
+@pytest.mark.slow
 def test_own_sentences_are_embedded_reported_and_plotted(directory, tmp_path, capsys):
     path, file = tmp_path / "maps" / "map.png", tmp_path / "mine.txt"
     file.write_text("the sun\n\nthe cat runs home\n")
@@ -144,6 +147,7 @@ def test_own_sentences_are_embedded_reported_and_plotted(directory, tmp_path, ca
     assert_reported(capsys, path, "mixed_float16", *given, largest, "largest embedding error")
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -167,6 +171,7 @@ def results():
     return {result.name: result for result in found}
 
 
+@pytest.mark.slow
 def test_the_published_similarities_come_out(results):
     assert job.off_published(results["float32"]) <= 5e-5  # half of the last digit printed there
     table = job.published_table(list(results.values())).splitlines()
@@ -176,6 +181,7 @@ def test_the_published_similarities_come_out(results):
     assert row.split()[-4:-2] == ["0.2838", "0.2838"]
 
 
+@pytest.mark.slow
 def test_half_precision_is_as_near_as_a_careful_hand_port(results):
     assert results["mixed_bfloat16"].error <= 1.1e-3
     assert results["mixed_float16"].error <= 1.5e-4

@@ -28,6 +28,7 @@ FILES = [
 ]
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(("example", "package", "installs"), PACKAGES)
 def test_a_missing_package_is_one_line(monkeypatch, example, package, installs):
     monkeypatch.setitem(sys.modules, package, None)

@@ -77,6 +77,7 @@ MODELS = {
 }
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("block", MODELS)
 def test_one_tree_of_weights_gives_what_plain_flax_gives_in_training_and_evaluation(block):
     ours, twin = (
@@ -106,6 +107,7 @@ def test_one_tree_of_weights_gives_what_plain_flax_gives_in_training_and_evaluat
             assert np.abs(a - b).max() <= bound * np.abs(b).max()
 
 
+@pytest.mark.slow
 def test_a_step_that_overflows_leaves_weights_and_batch_statistics_as_they_were():
     images = RNG.normal(size=(16, 8, 8, 1)).astype(np.float32)
     init: Any = jax.jit(functools.partial(TINY().init, train=False))
@@ -124,6 +126,7 @@ def test_a_step_that_overflows_leaves_weights_and_batch_statistics_as_they_were(
     jax.tree.map(np.testing.assert_array_equal, kept(jax.device_get(state)), kept(before))
 
 
+@pytest.mark.slow
 def test_eight_devices_train_the_model_that_one_trains():
     run_tests_on_eight_devices(Path(__file__).with_name("resnet_on_eight_devices.py"))
 
@@ -133,6 +136,7 @@ def tiny(monkeypatch):
     monkeypatch.setitem(job.MODELS, "ResNet8", TINY)
 
 
+@pytest.mark.slow
 def test_it_trains_reports_plots_and_writes_what_it_measured(folder, tiny, tmp_path, capsys):
     texts = "--policy mixed_float16 --rule Dense_0=f32 --epochs 2 --batch-size 16"
     texts = f"{texts} --loss-scale {2**20} --growth-period 2"

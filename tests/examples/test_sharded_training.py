@@ -103,6 +103,7 @@ def runs(folder, tiny, killed):
     return json.loads((folder / "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_eight_devices_and_two_processes_of_four_learn_what_one_does(runs, resumed):
     truth = runs["f32 on 1"]
     first, *_, last = truth["losses"]
@@ -210,6 +211,7 @@ def test_params_are_split_by_their_path_and_along_their_largest_axis(path, shape
     assert param_spec(path, shape, {"data": 8, "fsdp": 1, "tensor": 1}) == whole
 
 
+@pytest.mark.cases(fast=4)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -123,6 +123,7 @@ def assert_as_stored(reader, stored, weights):
         np.testing.assert_array_equal(np.asarray(array), weights[name])
 
 
+@pytest.mark.slow
 def test_blocks_of_the_file_are_kept_and_generate_the_same_tokens(tiny_file, weights):
     reader = gguf.GGUFReader(tiny_file)
     stored = job.stored_of(reader, CONFIG)
@@ -146,6 +147,7 @@ def test_blocks_of_another_type_are_refused_by_name(tiny_file):
         job.stored_of(reader, CONFIG)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("text", ["int8", "nf4:32"])
 def test_a_policy_in_8_or_4_bits_quantises_the_widened_weights(weights, text):
     model, wide = built(weights, f"params={text}"), nnx.state(built(weights))
@@ -164,6 +166,7 @@ def test_weights_that_do_not_fit_the_model_are_refused(weights):
         built(weights | {"norm/scale": np.ones(31, np.float32)})
 
 
+@pytest.mark.slow
 def test_cached_generation_is_the_uncached_one_token_by_token(model, forward):
     generation = generate(model)
     for prompt, tokens, logits in zip(PROMPTS, generation.tokens, generation.logits, strict=True):
@@ -176,6 +179,7 @@ def test_cached_generation_is_the_uncached_one_token_by_token(model, forward):
     assert len(generation.tokens[0]) == 7 and model.layers[0].attention.cached_key is None
 
 
+@pytest.mark.slow
 def test_the_cache_is_in_compute_dtype_and_half_parameters_take_half_the_memory(weights):
     caches, bytes_of = {}, {}
     tokens, positions = jnp.zeros((2, 6), int), jnp.tile(jnp.arange(6), (2, 1))
@@ -198,6 +202,7 @@ def test_the_cache_is_in_compute_dtype_and_half_parameters_take_half_the_memory(
     assert bytes_of["float32"] == bytes_of["mixed_bfloat16"] == 2 * bytes_of["bfloat16"]
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("dtype", "error"), [("int8", 0.02), ("float8", 0.1)])
 def test_a_cache_in_8_bits_moves_logits_by_little(weights, model, dtype, error):
     plain = generate(model)
@@ -206,6 +211,7 @@ def test_a_cache_in_8_bits_moves_logits_by_little(weights, model, dtype, error):
     assert 0 < found < error
 
 
+@pytest.mark.slow
 def test_the_example_compares_policies_and_plots(tiny_file, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(job, "find_weights", lambda: tiny_file)
     monkeypatch.setattr(job, "COMPARED", ("float32", "bfloat16"))
@@ -222,6 +228,7 @@ def test_the_example_compares_policies_and_plots(tiny_file, monkeypatch, tmp_pat
     assert_reported(capsys, path, *columns, *margins, "float32", "bfloat16")
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -271,6 +278,7 @@ REFERENCE = {
 }
 
 
+@pytest.mark.slow
 def test_the_real_tokenizer_is_the_one_that_the_model_was_trained_with(real):
     text = "In 1984, 2+2=4. Hello   world's\n\n  café 日本 <|im_end|>x"
     # transformers 5.23's:
@@ -279,6 +287,7 @@ def test_the_real_tokenizer_is_the_one_that_the_model_was_trained_with(real):
     assert job.tokenizer_of(real).encode(text).ids == [int(token) for token in expected.split()]
 
 
+@pytest.mark.slow
 def test_the_real_model_gives_the_reference_logits_and_the_capital_of_france(real):
     config, tokenizer = job.config_of(real), job.tokenizer_of(real)
     weights = job.weights_of(real, config)
@@ -300,6 +309,7 @@ def test_the_real_model_gives_the_reference_logits_and_the_capital_of_france(rea
     assert full == 4 * 134_515_008 and job.nbytes(nnx.state(half, nnx.Param)) * 2 == full
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("text", "tolerance"), [("float32", 2e-4), ("mixed_bfloat16", 0.25)])
 def test_the_real_blocks_give_the_tokens_of_the_widened_model(real, text, tolerance):
     config, tokenizer = job.config_of(real), job.tokenizer_of(real)

@@ -13,6 +13,7 @@ def few_images(monkeypatch):
     monkeypatch.setattr(job, "load", lambda: few)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_the_main_job_trains_reports_and_plots(few_images, wing, tmp_path, capsys):
     path = tmp_path / "curves" / "loss.png"
@@ -25,6 +26,7 @@ def test_the_main_job_trains_reports_and_plots(few_images, wing, tmp_path, capsy
     assert_reported(capsys, path, "mixed_float16", *columns)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -50,6 +50,7 @@ def loss_fn(model: Net, x: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ["mixed_bfloat16", "mixed_float16"])
 def test_autocast_multiplies_in_half_forward_and_backward_in_filtered_transformations(name: str):
     half = policy.autocast(loss_fn, name)
@@ -91,6 +92,7 @@ def test_audit_finds_a_running_sum_in_a_module_and_takes_a_step_that_returns_one
     assert "average.up.weight" in finding.message
 
 
+@pytest.mark.slow
 def test_compare_names_the_parameters_of_a_module():
     found = policy.compare(loss_fn, NET, X, LABELS, policy="mixed_bfloat16", backward=True)
     paths = [row.path for row in found.parameters]
@@ -126,6 +128,7 @@ def steps(name: str) -> Any:
     return on_params, on_model, tx.init(PARAMS)
 
 
+@pytest.mark.slow
 def test_both_kinds_of_train_steps_learn_and_skip_an_overflow():
     on_params, on_model, opt_state = steps("mixed_float16")
     params, state, model, other = PARAMS, opt_state, NET, opt_state
@@ -149,6 +152,7 @@ def test_a_module_with_functions_is_refused_where_its_arrays_are_wanted():
     assert "partition" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_filtered_step_is_watched_and_codes_stand_for_weights():
     _, on_model, opt_state = steps("mixed_float16")
     step = policy.monitor(on_model.__wrapped__, jit=eqx.filter_jit)
@@ -177,6 +181,7 @@ class WithState(eqx.Module):
         return self.drop(x, key=key), state
 
 
+@pytest.mark.slow
 def test_batch_statistics_stay_in_float32_and_keys_draw_the_same_masks():
     model, state = eqx.nn.make_with_state(WithState)(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (4, 2, 8))
@@ -212,6 +217,7 @@ def attended(attention: eqx.nn.MultiheadAttention, x: jax.Array) -> jax.Array:
     return attention(x, x, x).sum()
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     "fn, model",
     [

@@ -44,6 +44,7 @@ def loss_fn(params: Any, state: Any, key: jax.Array, x: jax.Array, labels: jax.A
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), state
 
 
+@pytest.mark.slow
 def test_autocast_multiplies_in_half_and_leaves_statistics_and_masks_in_float32(given: Any):
     half = policy.autocast(loss_fn, "mixed_bfloat16")
     grad = jax.grad(half, has_aux=True)
@@ -83,6 +84,7 @@ def test_audit_finds_nothing_under_autocast_and_a_pool_without(given: Any):
     assert (finding.kind, finding.path) == ("low-precision-reduction", "avg_pool")
 
 
+@pytest.mark.slow
 def test_compare_names_modules_and_parameters(given: Any):
     found = policy.compare(loss_fn, *given, policy="mixed_bfloat16", backward=True)
     assert {"conv2_d", "batch_norm", "mlp/linear_0"} <= {row.path for row in found.activations}
@@ -91,6 +93,7 @@ def test_compare_names_modules_and_parameters(given: Any):
     }
 
 
+@pytest.mark.slow
 def test_a_train_step_learns_and_skips_an_overflow(given: Any):
     params, state, key, x, labels = given
     half = policy.autocast(loss_fn, "mixed_float16")

@@ -56,6 +56,7 @@ def svi_of(model: Callable[..., Any], tx: Any) -> SVI:
     return SVI(model, AutoNormal(model), optax_to_numpyro(tx), Trace_ELBO())
 
 
+@pytest.mark.slow
 def test_variational_inference_learns_with_a_network_in_half():
     losses, tx = [], policy.mixed_precision(optax.adam(1e-2), "mixed_bfloat16")
     for network in (net, HALF_NET):
@@ -70,6 +71,7 @@ def test_variational_inference_learns_with_a_network_in_half():
     assert losses[1] < 0.6 * found.losses[0]
 
 
+@pytest.mark.slow
 def test_a_whole_log_density_is_a_loss_for_autocast_and_a_loss_scale():
     model, tx = (
         model_of(net),
@@ -98,6 +100,7 @@ def test_a_whole_log_density_is_a_loss_for_autocast_and_a_loss_scale():
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.slow
 def test_a_flax_network_in_a_model_follows_the_policy():
     def model(x: jax.Array, y: jax.Array) -> None:
         network = flax_module("net", linen.Dense(1), input_shape=(1, 4))
@@ -116,6 +119,7 @@ def sampled(model: Callable[..., Any]) -> Any:
     return mcmc.get_samples()
 
 
+@pytest.mark.slow
 def test_sampling_obeys_no_scope_and_stays_float32():
     wanted = sampled(model_of(net))
     with use_policy("mixed_bfloat16"):

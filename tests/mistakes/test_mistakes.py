@@ -52,6 +52,7 @@ def told(kind: type[BaseException], make: Any) -> str:
     )
 
 
+@pytest.mark.cases(fast=1, slow=35)
 @pytest.mark.parametrize(("kind", "make", "parts"), ROWS)
 def test_a_mistake_is_told_with_what_it_takes_to_mend_it(kind, make, parts):
     message = told(kind, make)

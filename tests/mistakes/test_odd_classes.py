@@ -67,6 +67,7 @@ def executed(source: str, **names: Any) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", ["Net", "Twice", "Norm"])
 def test_a_class_made_by_exec_obeys_its_policy(name):
     arguments = () if name != "Twice" else (4,)
@@ -75,6 +76,7 @@ def test_a_class_made_by_exec_obeys_its_policy(name):
     assert executed(NNX, nnx=nnx)[name](nnx.Rngs(0), dtype_policy="bf16")(X).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_a_linen_cell_made_by_exec_runs_in_an_rnn():
     rnn = nn.RNN(executed(LINEN, nn=nn)["Cell"](4), dtype_policy="bf16")
     assert rnn.init_with_output(KEY, X[None])[0].dtype == jnp.bfloat16
@@ -94,6 +96,7 @@ def test_a_class_made_without_a_class_statement_is_nobody_s_layer():
     assert made(dtype_policy="bf16").init_with_output(KEY, X)[0].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_a_policy_that_an_nnx_constructor_declares_as_default_holds():
     class Net(nnx.Module):
         def __init__(self, *, rngs: Any, dtype_policy: str | None = "bf16"):
@@ -108,12 +111,14 @@ def test_a_policy_that_an_nnx_constructor_declares_as_default_holds():
         assert Net(rngs=nnx.Rngs(0), dtype_policy=None)(X).dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_a_policy_set_on_a_linen_module_before_it_is_bound_holds():
     net = nn.Dense(4)
     net.dtype_policy = "bf16"
     assert net.init_with_output(KEY, X)[0].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_keep_inputs_of_a_base_class_may_wait_for_the_methods_of_another():
     class Timed(nn.Module):
         keep_inputs = ("time",)

@@ -26,6 +26,7 @@ def call(function, name, x):
     return function(x, axis=-1) if name == "logsumexp" else function(x)
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @BOTH
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_float32_without_a_policy_is_upstreams_bit_for_bit_and_half_that_of_reductions(wing, name):
@@ -66,6 +67,7 @@ def slope_of(tree: Any) -> jax.Array:
     return slope
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @BOTH
 @pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16", "bfloat16", "float32"))
 def test_prelu_keeps_its_slope_in_param_dtype(wing, policy):

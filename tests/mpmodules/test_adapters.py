@@ -51,6 +51,7 @@ def loss_of(model):
     return jnp.mean(jnp.square(model(x) - wanted).astype(jnp.float32))
 
 
+@pytest.mark.slow
 def test_gradients_of_adapters_are_those_over_the_widened_base():
     model = nn.Sequential([LoRADense(), nn.relu, LoRADense()])
     held = HELD.format("float32")
@@ -71,6 +72,7 @@ def test_gradients_of_adapters_are_those_over_the_widened_base():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_nnx_trains_adapters_alone(stored):
     adapter = f"params={stored},compute=bfloat16,output=float32"
@@ -104,6 +106,7 @@ def test_nnx_trains_adapters_alone(stored):
         assert one.dtype == other.dtype and bool((one == other).all())
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("is_rematerialised", [False, True])
 @pytest.mark.parametrize("is_scanned", [False, True])
 def test_no_kernel_is_widened_for_backward_or_for_all_layers(is_scanned, is_rematerialised):
@@ -146,6 +149,7 @@ def _is_codes(x):
     return isinstance(x, policy.quantized.QuantizedArray)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("stored", "bytes_of_one"), [("int8", 1 + 2 / 256), ("int4:32", 0.5625), ("nf4", 0.53125)]
 )
@@ -183,6 +187,7 @@ def test_merged_adapters_compute_what_they_did_beside_the_base():
     assert again["layers_0"]["kernel"].format.text == "nf4:64"
 
 
+@pytest.mark.slow
 def test_adapters_stay_and_an_adapted_query_is_contracted_along_its_first_axis():
     nf4 = ParamFormat("nf4", 64)
     assert axis_of(("dense", "lora_a"), (64, 4), nf4) is None

@@ -115,6 +115,7 @@ MODELS: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(slow=3)
 @BOTH
 @pytest.mark.parametrize("policy", [MIXED, F16, "p=bf16,c=bf16,o=f32"])
 @pytest.mark.parametrize("name", MODELS)
@@ -134,6 +135,7 @@ def test_matmuls_parameters_and_outputs_obey_and_the_model_is_the_one_boundary(w
         assert {op.within for op in casts} <= {()} and len(casts) <= 2
 
 
+@pytest.mark.cases(slow=2)
 @BOTH
 @pytest.mark.parametrize("name", ["blocks", "attention", "tied embedding", "shared"])
 def test_under_float32_a_port_gives_the_numbers_of_the_model_and_half_close_gradients(wing, name):
@@ -150,6 +152,7 @@ def test_under_float32_a_port_gives_the_numbers_of_the_model_and_half_close_grad
             np.testing.assert_allclose(a, b, atol=0.05 * float(jnp.abs(b).max()) + 1e-3)
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_statistics_stay_float32_and_change_and_another_method_is_a_boundary_too(wing):
     model = wing.port(BLOCKS, MIXED, None, ROWS)
@@ -169,6 +172,7 @@ def identity(instance: Any) -> Any:
     return (type(instance), flax_nnx.graphdef(instance) if is_nnx else instance)
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_port_is_of_the_models_class_and_the_model_is_not_touched(wing):
     plain = wing.theirs(BLOCKS, ROWS)
@@ -181,6 +185,7 @@ def test_a_port_is_of_the_models_class_and_the_model_is_not_touched(wing):
     assert set(plain.dots(ROWS)) == {("float32", "float32")}
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_equal_arguments_give_equal_ports_and_a_second_policy_replaces_the_first(wing):
     plain, rules, apply_policy = (
@@ -197,6 +202,7 @@ def test_equal_arguments_give_equal_ports_and_a_second_policy_replaces_the_first
     assert identity(again) == identity(others[-1])
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @BOTH
 @pytest.mark.parametrize("way", ["ours", "port"])
 @pytest.mark.parametrize("copied", ["pickle", "copy", "deepcopy", "clone"])
@@ -218,6 +224,7 @@ def test_copies_keep_the_policy(wing, copied, way):
     assert identity(copies[copied]()) == identity(instance)
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_policies_of_our_own_layers_and_of_ports_inside_hold(wing):
     own = Part(
@@ -235,6 +242,7 @@ def test_policies_of_our_own_layers_and_of_ports_inside_hold(wing):
     assert [name for name, _ in dots] == ["float16", "float16", "bfloat16"]
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_keep_explicit_keeps_the_dtypes_of_layers(wing):
     inner = Text(lambda self, x: self.layer(x), "Inner", layer=dense(4, 4, dtype=jnp.float16))
@@ -259,6 +267,7 @@ def test_a_model_of_ours_is_ported_too(wing):
     assert dots == [("bfloat16", "bfloat16")]
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_rules_by_path_and_by_class_reach_flaxs_layers_and_modules(wing):
     rules = [("block_1", "p=f16,c=f16,o=bf16"), (wing.flax.BatchNorm, "p=f32,c=bf16,o=bf16")]
@@ -270,6 +279,7 @@ def test_rules_by_path_and_by_class_reach_flaxs_layers_and_modules(wing):
     assert found == {"attention/query/kernel", "attention/query/bias"}
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_a_rule_that_matches_nothing_is_an_error_that_lists_the_paths(wing):
     rules = [("block_2", "f32"), (wing.flax.Embed, "f32"), ("conv", "f32")]
@@ -311,6 +321,7 @@ def share(model: Any, x: jax.Array = X, **kwargs: Any) -> float:
     return model.audit(x, backward=True, **kwargs).f32_matmul_share
 
 
+@pytest.mark.cases(slow=1)
 @BOTH
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_nothing_is_left_in_float32_and_errors_are_those_of_autocast(wing, policy):
@@ -329,6 +340,7 @@ def test_nothing_is_left_in_float32_and_errors_are_those_of_autocast(wing, polic
     assert out.dtype == jnp.float32 and error(out, expected) < 0.05
 
 
+@pytest.mark.cases(slow=1)
 @BOTH
 def test_compare_names_no_marks(wing):
     model = wing.port(NET, MIXED, None, IDS)
@@ -336,6 +348,7 @@ def test_compare_names_no_marks(wing):
     assert found.rows and "policy_" not in str(found)
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_own_code_runs_under_autocast_unless_it_is_kept_and_nothing_warns(wing):
     with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
@@ -347,6 +360,7 @@ def test_own_code_runs_under_autocast_unless_it_is_kept_and_nothing_warns(wing):
     assert shares == {None: 0, "autocast": 0, "keep": 1}
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_values_and_options_that_contradict_are_refused(wing):
     with pytest.raises(
@@ -358,6 +372,7 @@ def test_values_and_options_that_contradict_are_refused(wing):
         wing.port(LAYERS, MIXED, own_code="autocast", keep_explicit=True)
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_model_whose_layers_multiply_is_the_program_that_it_was(wing):
     ours, kept = (wing.port(LAYERS, MIXED, None, X, own_code=own) for own in (None, "keep"))
@@ -366,6 +381,7 @@ def test_a_model_whose_layers_multiply_is_the_program_that_it_was(wing):
     assert_same_program(ours.pure, kept.pure, (ours.params, IDS))
 
 
+@pytest.mark.cases(slow=1)
 @BOTH
 def test_rules_hold_for_own_code_and_for_layers_and_another_method_runs_under_autocast_too(wing):
     model = wing.port(NET, MIXED, {"block/qkv": "float32", "head": "float32"}, IDS)
@@ -375,6 +391,7 @@ def test_rules_hold_for_own_code_and_for_layers_and_another_method_runs_under_au
     assert share(wing.port(NET, MIXED, None, IDS), X, method="hidden") == 0
 
 
+@pytest.mark.cases(slow=1)
 @BOTH
 def test_half_and_float64_parameters_and_inputs_are_taken_as_they_come(wing):
     model = wing.port(NET, "bfloat16", None, IDS)
@@ -458,6 +475,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.cases(slow=1)
 @BOTH
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_over_a_cell(wing, name):
@@ -468,6 +486,7 @@ def test_loops_over_a_cell(wing, name):
     assert out.dtype == jnp.float32 and error(out, truth) < 0.02
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
 @pytest.mark.parametrize("first", [X[..., :3], X[:0]], ids=["fails", "empty"])

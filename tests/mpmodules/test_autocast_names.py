@@ -91,6 +91,7 @@ def assert_renaming_changes_nothing(kind: str, x: jax.Array, *models: Any) -> No
     assert [row for row in first if row[0] in ("dot_general", "conv_general_dilated")]
 
 
+@pytest.mark.cases(slow=2)
 @BOTH
 @KINDS
 @pytest.mark.parametrize("model", MODELS)
@@ -117,6 +118,7 @@ class Scanned(nn.Module):
         return nn.scan(nn.remat(Block), length=3, **split)(name=scanned)(x, None)[0]
 
 
+@pytest.mark.cases(slow=2)
 @KINDS
 def test_renaming_scanned_modules_changes_nothing(kind):
     pairs = (Pair(lambda n=n: Scanned(n), int) for n in (NEUTRAL, OF_NORMS))

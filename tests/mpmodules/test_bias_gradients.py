@@ -49,6 +49,7 @@ def gradient(run: Callable, params: Any, x: jax.Array, weights: jax.Array) -> di
     return {[key.key for key in path if hasattr(key, "key")][-1]: leaf for path, leaf in leaves}
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("text", ("mixed_bfloat16", "mixed_float16", "bfloat16"))
 @EACH_LAYER
 def test_a_bias_gradient_is_summed_in_float32(wing, case, text):
@@ -73,6 +74,7 @@ DENSE = {"linen": layer("Dense", "", 6), "nnx": layer("Linear", "", 4, 6)}
 NARROW = {"linen": layer("Dense", "", 1), "nnx": layer("Linear", "", 4, 1)}
 
 
+@pytest.mark.cases(slow=1)
 @EACH_WING
 def test_upstreams_bias_gradient_is_rounded_to_half(wing):
     x, weights, half = jnp.zeros((4097, 4)), jnp.ones((4097, 1)), jnp.bfloat16
@@ -85,6 +87,7 @@ def test_upstreams_bias_gradient_is_rounded_to_half(wing):
     assert float(ours["bias"][0]) == 4097
 
 
+@pytest.mark.slow
 @EACH_WING
 def test_a_bias_gradient_beyond_float16_is_finite(wing):
     x, weights = jnp.zeros((70000, 4)), jnp.ones((70000, 1))
@@ -92,6 +95,7 @@ def test_a_bias_gradient_beyond_float16_is_finite(wing):
     assert float(gradient(run, params, x, weights)["bias"][0]) == 70000
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @EACH_LAYER
 def test_but_for_biases_an_explicit_half_dtype_gives_upstreams_program(wing, case):
     half = {"dtype": jnp.bfloat16}
@@ -106,6 +110,7 @@ def test_but_for_biases_an_explicit_half_dtype_gives_upstreams_program(wing, cas
     assert text(OURS) == text(THEIRS)
 
 
+@pytest.mark.slow
 def test_backward_keeps_nothing_for_a_bias():
     x = jnp.zeros((8, 4), jnp.bfloat16)
     for layers in (OURS, THEIRS):
@@ -118,6 +123,7 @@ def test_backward_keeps_nothing_for_a_bias():
         ]
 
 
+@pytest.mark.slow
 def test_forward_mode_and_vmap_agree_with_upstream():
     x = jax.random.normal(KEY, (3, 4)).astype(jnp.bfloat16)
     found = []
@@ -131,6 +137,7 @@ def test_forward_mode_and_vmap_agree_with_upstream():
 RNG = np.random.default_rng(0)
 
 
+@pytest.mark.slow
 def test_an_accumulating_matmul_has_forward_mode_vmap_and_second_derivatives():
     lhs, rhs = (jnp.asarray(RNG.normal(size=(3, 3)), jnp.bfloat16) for _ in range(2))
     run = accumulating(jnp.matmul, jnp.float32)
@@ -141,6 +148,7 @@ def test_an_accumulating_matmul_has_forward_mode_vmap_and_second_derivatives():
     assert hessian.shape == (3, 3, 3, 3) and bool(jnp.isfinite(hessian.astype(jnp.float32)).all())
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("scanned", (False, True))
 @pytest.mark.parametrize("half", ("bfloat16", "float16"))
 def test_second_derivatives_reach_a_bias_also_through_a_scan(half, scanned):

@@ -59,6 +59,7 @@ def computed(model: Model) -> list[str]:
     return [op.inputs[0] for op in named(ops_of(model), "dot_general", "mul")]
 
 
+@pytest.mark.cases(slow=3)
 @BOTH
 @pytest.mark.parametrize("given", ["argument", "scope"])
 def test_a_policy_gives_half_between_layers_and_float32_logits(wing, given):
@@ -70,6 +71,7 @@ def test_a_policy_gives_half_between_layers_and_float32_logits(wing, given):
         assert casts_of(model) == ONE_BOUNDARY
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("inner", [None, "mixed_bfloat16", "f32", "bf16", "p=f32,c=f32,o=bf16"])
 def test_a_users_code_sees_float32_everywhere(wing, inner):
@@ -192,6 +194,7 @@ def test_a_super_call_crosses_once(wing, way):
     assert [op.outputs for op in named(ops_of(model), "mul")] == [("bfloat16",)] * 2
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @OWN_CODE
 @pytest.mark.parametrize("how", ["position", "name", "variadic"])
@@ -215,6 +218,7 @@ def test_named_inputs_come_as_they_are(wing, how, own_code):
     assert notes[-1] == [others, *["float32"] * floats, others]
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("derives", [False, True])
 @pytest.mark.parametrize(
@@ -239,6 +243,7 @@ def test_timesteps_stay_apart_unless_a_class_keeps_its_code_and_casts_inputs(
         assert run(model.params, t) == (-2 if derives else apart)
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @OWN_CODE
 def test_trees_of_arguments_and_results_are_cast_and_everything_else_passes(wing, own_code):
@@ -274,6 +279,7 @@ def test_numpy_inputs_are_arrays_of_float32(wing, dtype):
     assert model(np.ones((2, 2), dtype)).dtype == jnp.bfloat16 and seen[-1] == "float32"
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_nan_stays_in_its_own_row(wing):
     text = Text(lambda self, x: self.layer(self.norm(x)), layer=dense(4, 4), norm=layer_norm(4))
@@ -305,6 +311,7 @@ def bare(wing: Any, name: str, policy: Any, **options: Any) -> Any:
     return call
 
 
+@pytest.mark.cases(slow=3)
 @BOTH
 @pytest.mark.parametrize("name", ["Linear", "LayerNorm"])
 def test_a_bare_layer_returns_compute_dtype_casts_nothing_back_and_takes_integers(wing, name):
@@ -318,6 +325,7 @@ def test_a_bare_layer_returns_compute_dtype_casts_nothing_back_and_takes_integer
         run()
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_a_function_between_layers_is_own_code(wing):
     seen: list[str] = []
@@ -331,6 +339,7 @@ def test_a_function_between_layers_is_own_code(wing):
     assert set(seen) == {"float32"}
 
 
+@pytest.mark.slow
 @BOTH
 def test_with_x64_float64_is_a_policy_like_any_other_and_reductions_follow_theirs(wing):
     with jax.enable_x64(True):
@@ -375,6 +384,7 @@ def rounded(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), tree)
 
 
+@pytest.mark.cases(fast=1, slow=8)
 @pytest.mark.parametrize("half", ("bfloat16", "float16"))
 @EACH_LAYER
 def test_a_matmul_layer_returns_its_accumulator_and_goes_back_in_compute_dtype(name, half):
@@ -391,6 +401,7 @@ def test_a_matmul_layer_returns_its_accumulator_and_goes_back_in_compute_dtype(n
     assert len(dots(alone, params)) == 2
 
 
+@pytest.mark.cases(slow=3)
 @EACH_LAYER
 def test_an_accumulator_is_no_rounded_copy_and_its_gradients_are_those_of_float32(name):
     results = []
@@ -410,6 +421,7 @@ def test_an_accumulator_is_no_rounded_copy_and_its_gradients_are_those_of_float3
         np.testing.assert_allclose(a, b, rtol=0, atol=2**-7 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     "layer", [flax.linen.Einsum((4, 3), "ab,bc->ac"), flax.linen.ConvTranspose(3, (3,))]
 )
@@ -429,6 +441,7 @@ def test_a_forward_mode_derivative_of_an_accumulator_works():
     np.testing.assert_allclose(out, tangent, rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("policy", ["c=bf16", "mixed_bfloat16"])
 @pytest.mark.parametrize("name", ["Linear", "LinearGeneral", "Einsum", "Conv", "ConvTranspose"])
 def test_a_preferred_element_type_accumulates_and_the_policy_says_what_is_returned(name, policy):

@@ -88,6 +88,7 @@ def attended(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarra
     return np.einsum("bkqs,bskh->bqkh", weights / weights.sum(-1, keepdims=True), value)
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_decoding_is_attention_to_what_the_cache_holds(wing, dtype):
@@ -112,6 +113,7 @@ def test_decoding_is_attention_to_what_the_cache_holds(wing, dtype):
     np.testing.assert_allclose(y, expected, atol=2e-5)  # of float32
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 @pytest.mark.parametrize("dtype", ["int8", "float8", "float32"])
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
@@ -124,6 +126,7 @@ def test_in_half_precision_it_is_as_near_as_its_matmuls(wing, dtype, compute):
     np.testing.assert_allclose(y, expected, atol=tolerance)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_an_attention_function_of_the_users_gets_widened_arrays(wing):
     seen = []
@@ -139,6 +142,7 @@ def test_an_attention_function_of_the_users_gets_widened_arrays(wing):
     np.testing.assert_allclose(y, ours, atol=2e-5)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_masks_sown_weights_and_causality_are_those_of_a_cache_in_compute_dtype(wing):
     mask = jnp.asarray([True, False, True, True, True, True])[None, None, None]
@@ -168,6 +172,7 @@ def test_masks_sown_weights_and_causality_are_those_of_a_cache_in_compute_dtype(
     np.testing.assert_array_equal(weights, expected.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_grouped_queries_share_codes_and_scales():
     plain, coded = (Decoder("nnx", f"p=f32{text}", num_kv_heads=1) for text in ("", ",k=i8"))
     cache, y = coded.run()
@@ -175,6 +180,7 @@ def test_grouped_queries_share_codes_and_scales():
     np.testing.assert_allclose(y, plain.run()[1], atol=0.05)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
 def test_scales_of_any_size_multiply_values_within_the_range_of_half_precision(compute):
     rng, heads = np.random.default_rng(0), 2
@@ -197,6 +203,7 @@ def test_scales_of_any_size_multiply_values_within_the_range_of_half_precision(c
             np.testing.assert_allclose(np.asarray(y, np.float64), expected, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_layers_scan_over_their_caches():
     class Block(linen.Module):
         @flax_linen.compact
@@ -231,6 +238,7 @@ def test_layers_scan_over_their_caches():
     np.testing.assert_allclose(*results.values(), atol=0.2)
 
 
+@pytest.mark.slow
 def test_stacked_nnx_layers_scan_over_their_caches():
     @flax_nnx.vmap(in_axes=0, out_axes=0)
     def make(key: jax.Array) -> Any:
@@ -252,6 +260,7 @@ def test_stacked_nnx_layers_scan_over_their_caches():
     assert codes[:, :, :2].any((-1, -2)).all() and not codes[:, :, 2:].any()
 
 
+@pytest.mark.slow
 def test_ports_of_flaxs_layers_keep_codes():
     theirs: Any = flax_linen.MultiHeadDotProductAttention(HEADS, decode=True)
     ported: Any = linen.apply_policy(theirs, "p=f32,c=bf16,k=f8")
@@ -265,6 +274,7 @@ def test_ports_of_flaxs_layers_keep_codes():
     assert model.cached_value.dtype == jnp.float8_e4m3fn and model.cached_value[:, 0].any()
 
 
+@pytest.mark.slow
 def test_a_vmapped_decode_has_an_index_for_each_row():
     decoder = Decoder("linen", "p=f32,k=i8")
     caches = jax.tree.map(lambda x: jnp.stack([x, x]), decoder.cache)
@@ -304,6 +314,7 @@ def test_a_query_of_two_positions_is_refused():
             decoder.step(decoder.cache, X[:, :2])
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_cache_are_its_codes_and_scales():
     decoder = Decoder("linen", "p=f32,c=bf16,k=i8")
     compiled = jax.jit(lambda cache: decoder.step(cache, X[:, :1])).lower(decoder.cache).compile()
@@ -318,6 +329,7 @@ def test_an_audit_of_a_decode_step_finds_nothing():
     assert not report.findings, report.findings
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*has an explicit dtype=complex64")
 def test_a_complex_cache_stays_as_it_is():
     cache = as_dict(Decoder("nnx", "p=f32,k=i8", dtype=jnp.complex64).cache)

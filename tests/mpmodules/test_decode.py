@@ -75,6 +75,7 @@ def cached(cache: Any) -> set[Any]:
     return {x.dtype for path, x in leaves if "cached_" in jax.tree_util.keystr(path)}
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.filterwarnings("ignore:SelfAttention:DeprecationWarning")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layer", [*LINEN_LAYERS, "nnx"])
@@ -89,6 +90,7 @@ def test_a_decode_loop_is_the_full_forward_and_scans(layer, policy):
     np.testing.assert_allclose(y.astype("float32"), full.astype("float32"), atol=tolerance)
 
 
+@pytest.mark.slow
 def test_a_cache_of_another_dtype_is_obeyed():
     with use_policy("mixed_float16"):
         model = NnxBlock(nnx.Rngs(0))
@@ -96,6 +98,7 @@ def test_a_cache_of_another_dtype_is_obeyed():
     assert model.attention.cached_key[...].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_a_policy_applied_to_flaxs_own_attention_decodes():
     theirs = flax_linen.MultiHeadDotProductAttention(num_heads=2, qkv_features=8, decode=True)
     ported = linen.apply_policy(theirs, "mixed_bfloat16")

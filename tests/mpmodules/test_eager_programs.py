@@ -77,6 +77,7 @@ CASES: dict[str, tuple[str, Any, Any]] = {
 }
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("case", CASES)
 def test_eager_calls_compile_about_as_many_programs_as_flax_s(case):
     name, part, dtype = CASES[case]
@@ -88,6 +89,7 @@ def test_eager_calls_compile_about_as_many_programs_as_flax_s(case):
     assert found_again <= again  # Flax's loops compile their bodies anew at each call
 
 
+@pytest.mark.slow
 def test_without_a_policy_layers_compile_flax_s_programs_and_alike_ones_share_theirs():
     wing, norm = WINGS["linen"], layer_norm(4)
     with jax.numpy_dtype_promotion("standard"):
@@ -117,6 +119,7 @@ def blocks(count: int) -> Any:
     return WINGS["linen"].port(Text(call, **parts), MIXED, None, ROWS)
 
 
+@pytest.mark.slow
 def test_own_code_shares_the_programs_of_its_operations():
     compiled = {}
     for count in (1, 4):
@@ -126,6 +129,7 @@ def test_own_code_shares_the_programs_of_its_operations():
     assert compiled[4] <= 1.5 * compiled[1]
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("way", ["ours", "port"])
 def test_repeated_calls_and_gradients_of_own_code_are_not_traced_again(wing, way):
@@ -150,6 +154,7 @@ def test_repeated_calls_and_gradients_of_own_code_are_not_traced_again(wing, way
     assert len(traced) <= 4
 
 
+@pytest.mark.slow
 def test_own_code_returns_the_numbers_of_its_operations_one_by_one():
     model = blocks(2)
     one_by_one, _ = jax.vjp(lambda params: model.pure(params, ROWS), model.params)
@@ -187,6 +192,7 @@ def norms(*epsilons: float) -> Text:
     return Text(call, **parts)
 
 
+@pytest.mark.cases(slow=2)
 @BOTH
 @pytest.mark.parametrize("way", ["ours", "port"])
 @pytest.mark.parametrize("epsilons", [(1e-3,) * 5, (1e-3, 1e-3, 2.0)])
@@ -234,6 +240,7 @@ def test_attention_logits_that_are_alike_are_traced_once(monkeypatch):
     assert len(seen) == 1
 
 
+@pytest.mark.slow
 def test_a_layer_of_a_users_own_is_called_itself():
     class Doubled(linen.LayerNorm):
         def param(self, name, *args, **kwargs):
@@ -245,6 +252,7 @@ def test_a_layer_of_a_users_own_is_called_itself():
     np.testing.assert_array_equal(doubled.apply(params, x), 2 * plain.apply(params, x))
 
 
+@pytest.mark.slow
 def test_an_interceptor_inside_of_a_ported_model_is_called_for_each_of_its_layers(seen):
     def doubled(next_fun, args, kwargs, context):
         y = next_fun(*args, **kwargs)

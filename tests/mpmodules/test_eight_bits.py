@@ -121,6 +121,7 @@ def in_8_bits(layers: Any) -> list[tuple[str, str]]:
     return pairs + [(text, name) for text in BLOCKS for name in layers if "Conv" not in name]
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("text", "name"), in_8_bits(LAYERS))
 def test_a_layer_multiplies_three_times_in_8_bits_and_is_near_float32(text, name):
     results = []
@@ -143,6 +144,7 @@ def test_a_layer_multiplies_three_times_in_8_bits_and_is_near_float32(text, name
         assert error(ours, truth) < bound
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", ["linen/Dense", "linen/Conv", "nnx/Linear", "nnx/Conv"])
 def test_a_boundary_hands_on_the_accumulator(name):
     run, params = loss_of(LAYERS[name](dtype_policy="p=f32,c=bf16,o=f32,m=i8"))
@@ -151,6 +153,7 @@ def test_a_boundary_hands_on_the_accumulator(name):
     assert not jnp.array_equal(y, y.astype(jnp.bfloat16).astype(jnp.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_projects_in_8_bits_and_quantises_its_input_once(name):
     with use_policy("mixed_float8"):
@@ -167,6 +170,7 @@ def test_attention_projects_in_8_bits_and_quantises_its_input_once(name):
     assert casts.count(X.shape) == 1 and len(casts) == 6  # of four weights, x, and the mixed values
 
 
+@pytest.mark.cases(slow=1)
 @BOTH
 @pytest.mark.parametrize("way", ["autocast", "apply_policy"])
 def test_rules_keep_layers_out_of_code_that_knows_no_policy(wing, way):
@@ -190,6 +194,7 @@ def test_rules_keep_layers_out_of_code_that_knows_no_policy(wing, way):
             assert error(ours, true) < 0.1
 
 
+@pytest.mark.slow
 def test_a_gradient_that_autocast_rewrites_multiplies_forward_alone_in_8_bits():
     plain = WINGS["linen"].theirs(NET, X)
     gradient = jax.grad(lambda p: squared(plain.pure)(p, X))
@@ -209,6 +214,7 @@ OUT: dict[str, tuple[Any, Any, str]] = {
 }
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", ["linen/Dense", "nnx/Linear"])
 @pytest.mark.parametrize("how", OUT)
 def test_a_layer_is_kept_out_by(how, name):
@@ -219,6 +225,7 @@ def test_a_layer_is_kept_out_by(how, name):
             assert dots(run, params, X) == {(dtype, dtype): 1}
 
 
+@pytest.mark.slow
 def test_transposed_and_local_convolutions_stay_in_compute_dtype():
     stay = (
         ("mixed_float8", linen.ConvTranspose(4, (3,))),
@@ -261,6 +268,7 @@ def nnx_blocks() -> Any:
     return loss, params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [linen_blocks, nnx_blocks])
 def test_scanned_and_rematerialised_layers_multiply_in_8_bits(blocks):
     with use_policy("mixed_int8"):
@@ -273,6 +281,7 @@ def test_scanned_and_rematerialised_layers_multiply_in_8_bits(blocks):
 SMALL = [LAYERS[name] for name in ("linen/Dense", "linen/Conv", "nnx/Linear", "nnx/Conv")]
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     "policy", ["mixed_int8", "mixed_float8", "p=f32,c=bf16,o=f32,m=i8:compute", *BLOCKS]
 )
@@ -296,6 +305,7 @@ def test_gradients_of_replicated_params_inside_of_shard_map_are_those_outside(ma
     )
 
 
+@pytest.mark.cases(fast=4)
 @pytest.mark.parametrize("policy", ["mixed_int8", "mixed_float8"])
 @pytest.mark.parametrize("made", SMALL)
 def test_large_inputs_times_small_weights_are_finite(made, policy):
@@ -332,6 +342,7 @@ def shapes_of(layer: Any) -> tuple[Callable[[Any, Any], Any], Any]:
     return layer.apply, jax.eval_shape(layer.init, jax.random.key(0), X)
 
 
+@pytest.mark.cases(fast=2, slow=40)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("text", "name"), in_8_bits(ALL_LAYERS))
 def test_an_audit_finds_nothing_in_our_layers(text, name, place):
@@ -342,6 +353,7 @@ def test_an_audit_finds_nothing_in_our_layers(text, name, place):
     assert report.eight_bit_matmul_share > 0.3 and any(op.is_backward for op in report.operations)
 
 
+@pytest.mark.cases(slow=1)
 @BOTH
 @pytest.mark.parametrize("text", EIGHT)
 @pytest.mark.parametrize("way", ["autocast", "apply_policy"])
@@ -363,6 +375,7 @@ def test_a_policy_is_applied_by_the_scope_where_every_matmul_is_of_int8():
     assert dot.operands == ("int8", "int8") and dot.result == "int32"
 
 
+@pytest.mark.cases(fast=3)
 @pytest.mark.parametrize(
     ("operation", "dtype", "kind"),
     [
@@ -437,6 +450,7 @@ def test_tabulate_shows_8_bits_where_a_linen_layer_multiplies_in_them():
     assert shown["explicit"] == "p=f32,c=f32,o=f32" == shown["island"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ours", "apply_policy"])
 def test_tabulate_shows_8_bits_where_an_nnx_layer_multiplies_in_them(way):
     with use_policy("mixed_int8" if way == "ours" else None):
@@ -451,6 +465,7 @@ def test_tabulate_shows_8_bits_where_an_nnx_layer_multiplies_in_them(way):
     assert {shown[path] for path in ("own", "norm")} == {PLAIN}
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", ["linen/attention", "nnx/attention", "linen/Einsum", "nnx/Linear"])
 @pytest.mark.parametrize("text", [*EIGHT, *BLOCKS, "mixed_bfloat16"])
 def test_assert_matmuls_obey_passes_for_our_layers(text, name):
@@ -564,6 +579,7 @@ def test_compare_counts_codes_that_saturate_and_that_vanish():
     assert json.loads(comparison.to_json())["codes"][0]["saturated"] == 0.625
 
 
+@pytest.mark.slow
 def test_compare_reads_codes_that_code_makes_by_hand():
     def fn(w: Any, x: Any, scale: Any) -> Any:
         codes = jnp.clip(x / scale, -448, 448).astype(jnp.float8_e4m3fn)
@@ -607,6 +623,7 @@ def leaves_equal(a: Any, b: Any) -> bool:
     return jax.tree.all(jax.tree.map(np.array_equal, a, b))
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("grads", ["float32", "compute"])
 def test_flaxs_collection_of_scales_takes_the_value_that_plain_jax_gives_it(grads):
     model: Any = linen.Dense(16, dot_general_cls=flax.linen.Fp8DirectDotGeneralOp)

@@ -50,6 +50,7 @@ def test_a_dtype_policy_that_is_none_is_refused_by_name(wing, name, given, error
         made(wing, name, dtype_policy=given)
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("argument", ["dtype", "param_dtype"])
 @pytest.mark.parametrize("dtype", ["int8", "bool", "float8_e4m3fn"])
 @pytest.mark.parametrize(
@@ -67,6 +68,7 @@ def test_a_dtype_that_a_layer_cannot_honour_is_refused_under_a_policy(wing, name
     assert current_policy() is None
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_a_bad_rule_is_refused_where_it_is_given(wing):
     layer = made(*{"linen": ("linen", "Dense"), "nnx": ("nnx", "Linear")}[wing.name])
@@ -91,6 +93,7 @@ def test_float64_without_x64_is_refused_when_used(wing):
         made(wing.name, name, dtype_policy="f64").init(KEY, X)
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_apply_policy_takes_a_module_of_its_wing_that_is_not_bound(wing):
     with pytest.raises(

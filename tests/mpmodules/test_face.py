@@ -43,6 +43,7 @@ def layers(wing: Any) -> list[tuple[Any, Any]]:
     ]
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_everything_that_flax_exports_is_there_lazy_names_too(wing, monkeypatch):
     assert not set(dir(wing.flax)) - set(dir(wing.module))
@@ -145,6 +146,7 @@ PUBLIC = [
 ]
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @pytest.mark.parametrize("defined", PUBLIC)
 def test_the_example_in_the_docstring_runs(defined: Any):
     name = defined.__name__

@@ -69,6 +69,7 @@ def embedding_gradient(*args: Any, **options: Any) -> jax.Array:
     return gradient[0, 0]
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize(("half", "figure"), [("bfloat16", 256), ("float16", 2048)])
 def test_upstreams_embedding_gradient_stops_growing(wing, half, figure):
@@ -77,6 +78,7 @@ def test_upstreams_embedding_gradient_stops_growing(wing, half, figure):
     assert found == figure
 
 
+@pytest.mark.cases(fast=1, slow=2)
 @BOTH
 @pytest.mark.parametrize("half", HALVES)
 def test_our_embedding_gradient_counts_every_occurrence(wing, half):
@@ -93,6 +95,7 @@ def test_our_embedding_gradient_counts_every_occurrence(wing, half):
         assert (found, found.dtype) == (jnp.asarray(SEEN, stored), stored)  # rounded once
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_the_lookup_reads_the_stored_table_and_casts_what_it_found(wing):
     total, params = embedding(wing.module, "mixed_bfloat16")
@@ -143,6 +146,7 @@ def attention_error(attend: Any, path: str, half: Any = "bfloat16", **options: A
     return np.abs(np.asarray(out, np.float64) - exact_attention(*arrays, **told)).max()
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("forced", [False, True])
 def test_upstreams_attention_rounds_its_softmax(wing, forced):
@@ -155,6 +159,7 @@ def test_upstreams_attention_rounds_its_softmax(wing, forced):
     assert error > 0.02
 
 
+@pytest.mark.cases(fast=1, slow=13)
 @BOTH
 @pytest.mark.parametrize("path", PATHS)
 def test_our_attention_keeps_a_float32_softmax_on_every_path(wing, path):
@@ -163,12 +168,14 @@ def test_our_attention_keeps_a_float32_softmax_on_every_path(wing, path):
     assert attention_error(wing.module.dot_product_attention, path) < 0.0125
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_our_attention_in_float16_under_jit_is_accurate(wing):
     attend = jax.jit(wing.module.dot_product_attention)
     assert attention_error(attend, "plain", "float16") < 0.003
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_sown_attention_weights_come_from_the_float32_softmax(wing):
     x = jax.random.normal(KEY, (1, 4, 4))

@@ -62,6 +62,7 @@ ISLAND = Text(
 )
 
 
+@pytest.mark.slow
 @BOTH
 def test_layers_parameters_and_accessors_are_float32_inside_and_half_outside(wing):
     model = wing.ours(ISLAND, MIXED, X)
@@ -111,6 +112,7 @@ def test_a_block_is_a_decorator_too_and_may_be_entered_again():
         assert policy.compute_dtype() == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_a_jitted_function_is_traced_for_each_side_of_an_island():
     jitted = jax.jit(lambda x: x.astype(policy.compute_dtype()))
     with use_policy(MIXED):
@@ -119,6 +121,7 @@ def test_a_jitted_function_is_traced_for_each_side_of_an_island():
             assert jitted(X).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_what_is_no_function_is_refused():
     with pytest.raises(TypeError, match="full_precision takes a function, but got 3 of type int"):
         full_precision(3)  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -138,6 +141,7 @@ def test_the_policy_is_a_value_with_a_text_form():
         get_policy("p=caller")
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("text", ["f32", "f32_inside", "float32_inside"])
 def test_a_layer_multiplies_in_float32_and_hands_on_half(wing, text):
@@ -263,6 +267,7 @@ ARGUMENTS = {
 }
 
 
+@pytest.mark.cases(fast=1)
 @explicit
 @BOTH
 @pytest.mark.parametrize("how", ARGUMENTS)
@@ -301,6 +306,7 @@ class NnxScanned(nnx.Module):
         return step(self.steps, x)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("text", ["f32_inside", "f32"])  # own code reads either in its own dtype
 def test_a_scans_carry_keeps_its_dtype(text):
     rules = {"steps/inner": text}
@@ -310,6 +316,7 @@ def test_a_scans_carry_keeps_its_dtype(text):
     assert out.dtype == model(X).dtype == jnp.float32
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @BOTH
 @pytest.mark.parametrize("rule", ["float32", "f32_inside"])
 @pytest.mark.parametrize("layer", LAYERS)
@@ -317,12 +324,14 @@ def test_a_rule_by_path(wing, layer, rule):
     assert ruled(wing, LAYERS[layer], rule) == {HALF, HIGHEST}
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_a_rule_by_class(wing):
     rules = {LinenInner if wing.name == "linen" else NnxInner: "float32"}
     assert gradients(wing.scoped(net(inner()), MIXED, rules, ROWS)) == {HALF, HIGHEST}
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @BOTH
 @pytest.mark.parametrize("own_code", [None, "keep"])
 @pytest.mark.parametrize("layer", ["Dense", "own code"])
@@ -332,6 +341,7 @@ def test_a_rule_of_a_port(wing, layer, own_code):
     assert gradients(ported) == {HALF, HIGHEST}
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_a_precision_given_to_a_layer_or_a_policy_wins(wing):
     assert ruled(wing, dense(8, 8, precision="high"), "float32") == {HALF, HIGH}
@@ -340,6 +350,7 @@ def test_a_precision_given_to_a_layer_or_a_policy_wins(wing):
     assert whole == {("bfloat16", "BF16_BF16_F32"), HIGHEST}
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_whole_float32_models_keep_jaxs_default(wing):
     for text in (None, "float32"):
@@ -373,6 +384,7 @@ def _(primals, tangents):
     return x @ w, dx @ w + x @ dw
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("function", [with_vjp, with_jvp])
 def test_derivative_rules_of_own_code_multiply_at_the_highest_precision(wing, function):

@@ -213,6 +213,7 @@ def parameters(dtype):
     return {name: jnp.ones(SIZE, dtype) for name in NAMES}
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 @in_dtypes
 def test_the_gradient_of_a_parameter_is_summed_over_its_uses_in_float32(place, half, stored):
@@ -227,6 +228,7 @@ def test_the_gradient_of_a_parameter_is_summed_over_its_uses_in_float32(place, h
     assert not any(found.values()), found
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("kind", ["plain", "accumulator", "compute"])
 @in_dtypes
 def test_nnx_sums_the_gradients_of_a_model_in_float32(half, stored, kind):
@@ -253,6 +255,7 @@ class TwoUses(nn.Module):
         return total(calls) + total(rows) + total(bias)
 
 
+@pytest.mark.cases(slow=3)
 @in_dtypes
 @pytest.mark.parametrize("kind", ["jax", "float32", "accumulator"])
 def test_layers_that_are_called_again_sum_their_gradients_in_float32(half, stored, kind):
@@ -269,6 +272,7 @@ def test_layers_that_are_called_again_sum_their_gradients_in_float32(half, store
     assert not lost(found, {"dense": ONES + LARGE, "embed": ROWS, "bias": ROWS})
 
 
+@pytest.mark.cases(slow=2)
 @in_dtypes
 def test_a_loss_that_uses_a_parameter_beside_its_model_sums_both_in_float32(half, stored):
     params = {"in a python loop": jnp.ones(SIZE, stored)}
@@ -335,6 +339,7 @@ def root_gradients(wing: Any, part: Any, text: str, grads: Any = "accumulator") 
         return sorted(jax.tree.leaves(jax.jit(step)(params)), key=lambda leaf: -leaf.size)
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("stored", ["f32", "bf16"])
@@ -344,6 +349,7 @@ def test_kernels_get_their_accumulators_in_whatever_they_are_stored(wing, name, 
     np.testing.assert_allclose(bias, C.astype(np.float64).sum(0), rtol=1e-5)
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_they_are_rounded_without_it(wing):
     assert worst(root_gradients(wing, LAYERS["Dense"], MIXED, "float32")[0]) > 5e-4
@@ -355,6 +361,7 @@ TEXTS: dict[str, Text] = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=10)
 @BOTH
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("way", ["ours", "port", "ours in half"])
@@ -391,6 +398,7 @@ def half_exact(x):
     return np.mean(np.asarray(x) == np.asarray(x).astype(HALF).astype(np.float32))
 
 
+@pytest.mark.cases(slow=2)
 @BOTH
 @pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")  # a CPU emulates 8 bits
 @pytest.mark.parametrize("preset", ["mixed_bfloat16", "mixed_int8", "mixed_float8"])
@@ -418,6 +426,7 @@ class Stateful(nnx.Module):
         return self.linear(self.dropout(self.norm(self.embed(ids))))
 
 
+@pytest.mark.slow
 def test_a_models_state_is_updated_as_in_flax():
     def after(grads):
         with use_policy(MIXED):

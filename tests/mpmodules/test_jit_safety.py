@@ -28,6 +28,7 @@ def forward(wing: Any) -> Callable[[Any], Any]:
     return lambda x: model.apply(variables, x)
 
 
+@pytest.mark.slow
 @BOTH
 def test_ports_by_different_policies_are_traced_apart_by_flaxs_jit(wing):
     """Flax's interceptors are no part of its jit key; the scope that a port enters is."""
@@ -63,6 +64,7 @@ TRANSFORMS: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @BOTH
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_a_model_inside_a_jax_transform_follows_the_scope(wing, transform):
@@ -72,6 +74,7 @@ def test_a_model_inside_a_jax_transform_follows_the_scope(wing, transform):
             assert jitted(X).dtype == expected
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_policy_of_the_modules_own_is_that_of_a_step_whose_parameters_are_donated(wing):
     model = wing.ours(NET, MIXED, X)

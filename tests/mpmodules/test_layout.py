@@ -46,6 +46,7 @@ def test_no_file_imports_itself_through_others():
     assert not [name for name in imported() if name in reachable(name)]
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(("wing", "other"), [("linen", "nnx"), ("nnx", "linen")])
 def test_wings_import_shared_files_alone_and_shared_files_no_wing(wing: str, other: str):
     for name, targets in imported().items():

@@ -102,6 +102,7 @@ def run_of(way: str, policy: str, rules: Any = None, layer: Any = moe, **options
 ways = pytest.mark.parametrize("way", ("linen", "linen port", "nnx", "nnx port"))
 
 
+@pytest.mark.cases(slow=1)
 @ways
 def test_a_router_with_a_rule_chooses_as_in_float32(way):
     truth, params = run_of(way, "float32")
@@ -123,6 +124,7 @@ def gradients(run: Any, params: Any) -> Any:
     return jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(params, X))
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("way", "policy", "bound"),
     [
@@ -142,6 +144,7 @@ def test_gradients_are_near_those_of_float32_whatever_dropped_rows_hold(way, pol
     assert matmuls == [expected, expected]
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("way", ("linen", "nnx"))
 def test_of_one_hot_einsums_the_kernels_alone_are_multiplied_in_8_bits(way):
     truth, params = run_of(way, "float32", layer=one_hot_moe)

@@ -108,6 +108,7 @@ def with_values(variables: Any, **values: Any) -> Any:
     return jax.tree_util.tree_map_with_path(value, variables)
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @pytest.mark.parametrize("data", ["offset channels", "far from zero", "far from zero in float32"])
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", NORMS)
@@ -122,6 +123,7 @@ def test_norms_are_within_one_ulp_of_the_output_dtype_far_from_zero(wing, name, 
     assert_close_in_ulps(y, exact(name, x), 1, half, floor=floor)
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("name", NORMS)
 @both_wings
@@ -142,6 +144,7 @@ def test_norms_that_return_float32_round_nothing_and_have_float64s_gradients(win
     np.testing.assert_allclose(found, truth, atol=5e-4 * np.abs(truth).max())
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("name", OF_A_MEAN)
 @both_wings
 def test_a_fast_variance_given_by_the_user_is_obeyed(wing, name):
@@ -155,6 +158,7 @@ def test_a_fast_variance_given_by_the_user_is_obeyed(wing, name):
     np.testing.assert_array_equal(chosen, normalised(wing, name, x, dtype_policy="float32"))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", NORMS)
 @both_wings
 def test_a_scale_that_half_cannot_hold_is_read_in_float32(wing, name):
@@ -165,6 +169,7 @@ def test_a_scale_that_half_cannot_hold_is_read_in_float32(wing, name):
     np.testing.assert_allclose(after, np.float32(1.003) * before, rtol=1e-6)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("half", HALVES)
 @both_wings
 def test_running_statistics_are_those_of_the_input_as_it_came(wing, half):
@@ -177,6 +182,7 @@ def test_running_statistics_are_those_of_the_input_as_it_came(wing, half):
     np.testing.assert_allclose(variance, 0.75 + 0.25 * wide.var((0, 1, 2)), rtol=1e-5)
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @pytest.mark.parametrize("policy", ["c=f16", "mixed_float16", None])
 @pytest.mark.parametrize("training", [True, False])
 @both_wings
@@ -194,6 +200,7 @@ def test_batch_norm_of_a_large_variance_in_float16_is_exact(wing, training, poli
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @both_wings
 def test_masked_and_distributed_norms_take_two_passes_and_stay_accurate(wing):
     x = far_from_zero(shape=(64, 256))
@@ -279,6 +286,7 @@ def assert_like_flax(wing: str, name: str, x: jax.Array, **options: Any) -> None
         np.testing.assert_allclose(found, expected, rtol=0.01, atol=0.03)
 
 
+@pytest.mark.cases(fast=1)
 @EACH_WING
 @EACH_NAME
 def test_epsilon_may_be_traced_and_differentiated(wing, name):
@@ -293,6 +301,7 @@ def test_epsilon_may_be_traced_and_differentiated(wing, name):
     np.testing.assert_allclose(of(ours, x, **MIXED), of(theirs, wide(x)), rtol=1e-2)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("epsilon", [np.asarray(0.1, np.float32), jnp.float32(0.1), 1, 0])
 def test_epsilon_may_be_any_number_or_array(epsilon):
     x = half(2, 5, 4)
@@ -301,6 +310,7 @@ def test_epsilon_may_be_any_number_or_array(epsilon):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.cases(slow=3)
 @EACH_NAME
 def test_a_program_of_symbolic_sizes_is_exported(name):
     x = half(3, 5, 4)
@@ -313,6 +323,7 @@ def test_a_program_of_symbolic_sizes_is_exported(name):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.cases(fast=1)
 @EACH_WING
 @EACH_NAME
 @pytest.mark.parametrize("shape", [(), (4,)])
@@ -331,6 +342,7 @@ AXES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @EACH_WING
 @pytest.mark.parametrize(("name", "options"), AXES)
 def test_other_axes_are_taken_or_refused_as_by_flax(wing, name, options):
@@ -340,6 +352,7 @@ def test_other_axes_are_taken_or_refused_as_by_flax(wing, name, options):
     assert_like_flax(wing, name, half(*FOUR_AXES), features=features, **options)
 
 
+@pytest.mark.cases(fast=3)
 @EACH_WING
 @EACH_NAME
 @pytest.mark.parametrize(
@@ -358,6 +371,7 @@ def test_arguments_that_flax_refuses_are_refused(wing, name, args, kwargs):
         call(variables, x, *args, **kwargs)
 
 
+@pytest.mark.cases(fast=1)
 @EACH_WING
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0, 8)])
 @pytest.mark.parametrize("name", ["LayerNorm", "BatchNorm"])
@@ -366,6 +380,7 @@ def test_nothing_normalises_to_nothing(wing, name, shape):
     assert normalised(WINGS[wing][0], name, x, dtype_policy="bf16").shape == shape
 
 
+@pytest.mark.cases(fast=1)
 @EACH_WING
 def test_running_statistics_that_are_stored_in_half_are_averaged_in_float32(wing):
     """nnx keeps the dtype that they are stored in, as Flax does."""
@@ -462,6 +477,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.filterwarnings("ignore:.* has an explicit dtype:policy.DtypePolicyWarning")
 @EACH_WING
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -473,6 +489,7 @@ def test_an_empty_batch_leaves_running_statistics_as_they_were(wing, policy, dty
             assert_kept(step(wing, jnp.zeros((4, 0, FEATURES), dtype), policy, **options))
 
 
+@pytest.mark.cases(slow=3)
 @EACH_WING
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("policy", POLICIES)
@@ -491,6 +508,7 @@ def test_where_a_mask_keeps_nothing_the_running_statistics_stay_and_normalise(wi
     np.testing.assert_allclose(found["y"], expected, rtol=1e-2, atol=2e-2)
 
 
+@pytest.mark.cases(slow=3)
 @EACH_WING
 @pytest.mark.parametrize("fast", [True, False])
 def test_a_mask_that_keeps_something_does_what_flax_does(wing, fast):
@@ -504,6 +522,7 @@ def test_a_mask_that_keeps_something_does_what_flax_does(wing, fast):
         np.testing.assert_allclose(found[name], value, rtol=0, atol=most, err_msg=name)
 
 
+@pytest.mark.cases(slow=1)
 @EACH_WING
 def test_devices_whose_mask_keeps_nothing_are_left_out(wing):
     mask = np.ones(X.shape, bool)
@@ -523,6 +542,7 @@ def test_devices_whose_mask_keeps_nothing_are_left_out(wing):
     assert_kept({name: value[0] for name, value in everywhere(X, np.zeros(X.shape, bool)).items()})
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("fast", [None, True, False])
 @EACH_WING
 def test_statistics_over_devices_are_those_of_all_rows_that_a_mask_keeps(wing, fast):
@@ -542,6 +562,7 @@ def test_statistics_over_devices_are_those_of_all_rows_that_a_mask_keeps(wing, f
         np.testing.assert_allclose(values[kept], expected[name][kept], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.cases(slow=1)
 @EACH_WING
 def test_without_a_policy_an_empty_batch_is_flaxs(wing):
     found = step(wing, jnp.zeros((0, FEATURES)), None)

@@ -160,6 +160,7 @@ def close(ours: Any, theirs: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @BOTH
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_code_sees_float32_and_the_caller_output_dtype(wing, policy):
@@ -179,6 +180,7 @@ def test_the_code_sees_float32_and_the_caller_output_dtype(wing, policy):
     assert set(seen) == {("float32", wanted.compute_dtype.name)}
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("body", [*DIFFERENTIABLE, "none"])
 def test_without_a_policy_the_program_is_flaxs(wing, body):
@@ -188,6 +190,7 @@ def test_without_a_policy_the_program_is_flaxs(wing, body):
     assert programs[0] == programs[1]
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("how", CONTAINERS)
@@ -211,6 +214,7 @@ def test_lists_dicts_and_objects_are_the_callers(wing, how, wrap):
         np.testing.assert_array_equal(held.astype(jnp.float32), out)
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_parameters_are_used_in_compute_dtype_and_as_stored_without_a_policy(wing):
     seen: list[Any] = []
@@ -230,6 +234,7 @@ def test_parameters_are_used_in_compute_dtype_and_as_stored_without_a_policy(win
     assert seen[-1] == "float16"
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
 def test_a_kept_parameter_and_one_asked_for_in_float32_hold_against_activations(wing, policy):
@@ -309,6 +314,7 @@ FALLBACKS: dict[str, Any] = {
 OPENED = {"object": lambda out: out.x, "function": lambda out: out()}
 
 
+@pytest.mark.cases(fast=1, slow=13)
 @BOTH
 @pytest.mark.parametrize("how", FALLBACKS)
 @pytest.mark.parametrize("derivative", [False, True])
@@ -331,6 +337,7 @@ def test_code_that_cannot_be_traced_runs_as_written_and_warns_once(wing, how, de
     close(outs, [opened(wing.theirs(text(body))(X)).sum()] * 2)
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("how", ["branch", "float", "numpy"])
 def test_under_jit_code_that_needs_values_has_jaxs_error(wing, how):
@@ -354,6 +361,7 @@ def test_what_a_call_returns_may_be_no_array(wing):
     assert found == {"name": "x", "none": None, "n": 3}
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_a_class_that_keeps_its_code_is_silent_and_runs_in_the_dtypes_that_it_meets(wing):
     seen: list[Any] = []
@@ -370,6 +378,7 @@ def test_a_class_that_keeps_its_code_is_silent_and_runs_in_the_dtypes_that_it_me
     assert seen == [("bfloat16", "bfloat16", "float32")]
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("how", ["eager", "jit", "grad"])
 def test_an_error_ends_on_the_users_line_with_few_frames_of_ours(wing, how):
@@ -384,6 +393,7 @@ def test_an_error_ends_on_the_users_line_with_few_frames_of_ours(wing, how):
     assert own[-1] == __file__ and ours_in(raised.value) <= 12
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @BOTH
 @pytest.mark.parametrize("body", DIFFERENTIABLE)
 def test_bodies_of_jax_keep_their_meaning_and_derivatives(wing, body):
@@ -394,6 +404,7 @@ def test_bodies_of_jax_keep_their_meaning_and_derivatives(wing, body):
     assert set(ours.dots(X, gradient=True)) == {HALF}
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_callbacks_run_once_for_each_call_and_get_float32(wing):
     models = [wing.ours(text(body), MIXED) for body in (io, DIFFERENTIABLE["debug_callback"])]
@@ -407,6 +418,7 @@ def test_callbacks_run_once_for_each_call_and_get_float32(wing):
     assert SEEN == ["float32"] * 6
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_checks_are_functionalised(wing):
     checks = []
@@ -435,6 +447,7 @@ DERIVATIVES: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(slow=1)
 @BOTH
 @pytest.mark.parametrize("derive", DERIVATIVES)
 def test_second_derivatives_forward_mode_and_maps(wing, derive):
@@ -446,6 +459,7 @@ def test_second_derivatives_forward_mode_and_maps(wing, derive):
     close(derived(wing.ours(text(), MIXED)), derived(wing.theirs(text())))
 
 
+@pytest.mark.slow
 @BOTH
 def test_statistics_and_dropout_are_those_of_flax(wing):
     def call(self, x):
@@ -462,6 +476,7 @@ def test_statistics_and_dropout_are_those_of_flax(wing):
     close(ours.state, theirs.state)
 
 
+@pytest.mark.cases(slow=3)
 @BOTH
 @pytest.mark.parametrize("how", ["slice", "at"])
 def test_a_cache_in_half_stays_in_half(wing, how):
@@ -494,6 +509,7 @@ def test_a_cache_in_half_stays_in_half(wing, how):
     assert written and {op.outputs for op in written} == {("bfloat16",)}
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_two_threads_with_two_policies_do_not_mix(wing):
     barrier, models = threading.Barrier(2), {}
@@ -543,6 +559,7 @@ def doubled(self: Any, x: jax.Array) -> jax.Array:
 TEXT = Text(doubled, first=dense(4, 4), last=dense(4, 4))
 
 
+@pytest.mark.cases(slow=2)
 @BOTH
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])

@@ -116,6 +116,7 @@ def distance(a: Any, b: Any) -> float:
     return float(np.sqrt(sum(np.sum(np.square(np.float64(x) - np.float64(y))) for x, y in parts)))
 
 
+@pytest.mark.cases(slow=1)
 @BOTH
 def test_matmuls_and_the_residual_stream_are_half_and_gradients_those_of_a_careful_author(wing):
     ours, hand = losses(wing)
@@ -134,6 +135,7 @@ def test_matmuls_and_the_residual_stream_are_half_and_gradients_those_of_a_caref
     assert distance(found, truth) <= 1.1 * distance(author, truth)
 
 
+@pytest.mark.cases(slow=1)
 @BOTH
 def test_backward_keeps_no_more_than_by_hand(wing):
     def kept(function: Any) -> int:
@@ -145,6 +147,7 @@ def test_backward_keeps_no_more_than_by_hand(wing):
     assert kept(ours) <= 1.02 * kept(lambda p: hand(p, jnp.bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [None, "p=f32,c=bf16,o=f16"])
 def test_accessors_tell_the_dtypes_in_force(text):
     fields = ("param_dtype", "compute_dtype", "output_dtype", "reduction_dtype")

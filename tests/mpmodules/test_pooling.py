@@ -28,6 +28,7 @@ def dtypes_of(prefix, function, *args):
     return {e.outvars[0].aval.dtype for e in found}
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_gradient_is_summed_in_float32(dtype):
     x = normal((1, 20, 20, 2), dtype)
@@ -46,6 +47,7 @@ def test_the_gradient_is_summed_in_float32(dtype):
     assert dtypes_of("reduce_window", jax.grad(loss), x) == {FLOAT32}
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_backward_keeps_nothing_in_float32(dtype):
     x = normal((2, 8, 8, 3), dtype)
@@ -56,6 +58,7 @@ def test_backward_keeps_nothing_in_float32(dtype):
         assert sum(leaf.size for leaf in kept) <= x.size
 
 
+@pytest.mark.cases(fast=1, slow=33)
 @pytest.mark.parametrize("pool", ("avg_pool", "max_pool", "min_pool"))
 @pytest.mark.parametrize("padding", ("SAME", "VALID", ((1, 0), (2, 1))))
 @pytest.mark.parametrize("strides", (None, (2, 1), (3, 3)))
@@ -69,6 +72,7 @@ def test_float32_is_upstreams_bit_for_bit(pool, padding, strides, batch):
         np.testing.assert_array_equal(ours(*arguments), upstream(*arguments))
 
 
+@pytest.mark.cases(fast=1, slow=10)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("include", (True, False))
 @pytest.mark.parametrize("batch", ((), (2,)))
@@ -83,6 +87,7 @@ def test_half_is_float32_rounded_once(dtype, include, batch, strides):
         np.testing.assert_array_equal(y, expected)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("pool", (nn.max_pool, nnx.max_pool, nnx.min_pool))
 @pytest.mark.parametrize(
     "window, strides, dtype", (((3, 3), (2, 2), "bfloat16"), ((5, 5), None, "float32"))

@@ -82,6 +82,7 @@ LEVELS: dict[str, tuple[str, list[Any], Any, Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=13)
 @obeys_its_own
 @pytest.mark.filterwarnings("ignore:.*changes no nnx layer:policy.DtypePolicyWarning")
 @BOTH
@@ -96,6 +97,7 @@ def test_the_stronger_level_decides(wing, level):
         assert computed(wrapped(wing, inner, policy, **options)) == expected
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_a_scope_is_stronger_than_the_global_policy_and_that_is_stronger_than_none(wing):
     set_policy(F16)
@@ -109,6 +111,7 @@ def test_a_scope_is_stronger_than_the_global_policy_and_that_is_stronger_than_no
     assert computed(wrapped(wing)) == "float16"
 
 
+@pytest.mark.cases(fast=1)
 @obeys_its_own
 @BOTH
 @pytest.mark.parametrize(
@@ -127,6 +130,7 @@ def test_an_argument_replaces_its_own_field_alone(wing, given, param, compute):
         assert (stored(made), computed(made)) == (param, compute)
 
 
+@pytest.mark.slow
 @obeys_its_own
 @BOTH
 def test_an_explicit_dtype_alone_makes_no_boundary_and_is_what_an_inheriting_layer_returns(wing):
@@ -142,6 +146,7 @@ def test_an_explicit_dtype_alone_makes_no_boundary_and_is_what_an_inheriting_lay
     assert jax.eval_shape(own.pure, own.params, X).dtype == jnp.float32
 
 
+@pytest.mark.slow
 @BOTH
 def test_an_explicit_dtype_that_defeats_the_policy_warns_once_and_one_that_agrees_not(wing):
     name = CLASSES[wing.name].__name__

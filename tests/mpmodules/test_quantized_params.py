@@ -82,6 +82,7 @@ def assert_alike(call, expected, x):
     close(*gradients)
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("name", LINEN)
 def test_linen_layers(name, text):
@@ -97,6 +98,7 @@ def test_linen_layers(name, text):
     assert_alike(lambda x: layer.apply(stored, x), lambda x: reader.apply(wide, x), x)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("name", NNX)
 def test_nnx_layers(name, text):
@@ -127,6 +129,7 @@ def _attribute(owner, name):
     return owner[name] if isinstance(name, int) else getattr(owner, name)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("text", ["int8", "float8", "int4:32"])
 def test_embeddings(text):
     stored_in, read_in = texts(text)
@@ -192,6 +195,7 @@ class FlaxBlock(flax.linen.Module):
         return flax.linen.Dense(64)(jnp.tanh(x @ w))
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("kind", ["unrolled", "scan", "remat"])
 @pytest.mark.parametrize("text", ["int8", "int4:32"])
 def test_linen_models(kind, text):
@@ -214,6 +218,7 @@ def test_linen_models(kind, text):
     jax.tree.map(close, gradients, expected)
 
 
+@pytest.mark.slow
 def test_flaxs_own_modules_read_codes():
     x = array(4, 64)
     model = FlaxBlock()
@@ -254,6 +259,7 @@ class Net(nnx.Module):
         return self.head(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["int8", "int4:32"])
 def test_nnx_models(text):
     stored_in, read_in = texts(text)
@@ -272,6 +278,7 @@ def test_nnx_models(text):
     assert bool(jnp.isfinite(model(x)).all())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")  # emulated
 def test_matmuls_in_8_bits_of_codes():
     x = array(4, 64)
@@ -283,6 +290,7 @@ def test_matmuls_in_8_bits_of_codes():
     np.testing.assert_allclose(y.astype(jnp.float32), expected, atol=0.05)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     "make",
     [
@@ -301,6 +309,7 @@ def test_fresh_parameters_are_refused(make):
         make()
 
 
+@pytest.mark.slow
 def test_the_base_of_an_adapter_of_qwix_stays_a_param():
     """qwix looks for its base among the module's `nnx.Param`s, and leaves the adapter out else."""
 

@@ -40,6 +40,7 @@ def rnn_of_table(wing: str, case: Case, policy: str) -> Built:
     return built(wing, rnn, policy)
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @EACH_CELL
 def test_half_parameters_have_flaxs_tree_and_orthogonal_kernels_are_drawn_in_float32(wing, case):
     ours, full = (jax.tree.leaves(built(wing, case, text)[1]) for text in ("bfloat16", None))
@@ -49,6 +50,7 @@ def test_half_parameters_have_flaxs_tree_and_orthogonal_kernels_are_drawn_in_flo
             assert_same_bits(a, b.astype(jnp.bfloat16))
 
 
+@pytest.mark.cases(fast=1, slow=10)
 @EACH_CELL
 def test_a_hand_threaded_cell_lowers_to_the_same_program(wing, case):
     call, params, (carry, x) = built(wing, case, "p=f32,c=bf16,o=bf16", inputs_in=jnp.bfloat16)
@@ -61,6 +63,7 @@ def test_a_hand_threaded_cell_lowers_to_the_same_program(wing, case):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @EACH_CELL
 def test_the_carry_keeps_its_type_through_a_scan_also_where_it_was_made_in_float32(wing, case):
     call, params, (half, x) = built(wing, case, MIXED)
@@ -76,6 +79,7 @@ def test_the_carry_keeps_its_type_through_a_scan_also_where_it_was_made_in_float
     assert_close((wide_last, wide_y), (last, y), atol=2**-7)
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @EACH_CELL
 def test_a_cell_with_a_policy_of_its_own_returns_output_dtype_and_leaves_its_carry(wing, case):
     call, params, (carry, x) = built(wing, case, dtype_policy=MIXED)
@@ -93,6 +97,7 @@ def test_a_carry_that_is_given_by_name_is_left_too():
     assert (new.dtype, y.dtype) == (jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @EACH_CELL
 def test_steps_of_decoding_feed_the_carry_back_and_are_those_of_an_rnn(wing, case):
     call, _, (first, _) = built(wing, case, MIXED)
@@ -108,6 +113,7 @@ def test_steps_of_decoding_feed_the_carry_back_and_are_those_of_an_rnn(wing, cas
     assert_close(jnp.stack(outputs, 1), jax.jit(rnn)(params, steps), atol=2**-7)
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_a_carry_is_drawn_with_the_initialiser_given_in_compute_dtype(wing):
     def carry(init: Any, lib: Any = wing.module) -> Any:
@@ -174,6 +180,7 @@ def pure(module: Any, *args: Any) -> Any:
     return lambda *args: module.apply(variables, *args)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(("lib", "cls"), [(linen, LeakyLinen), (nnx, LeakyNnx)])
 def test_a_users_cell_is_a_boundary_for_inputs_and_outputs_and_keeps_the_types_of_its_carry(
     lib, cls
@@ -202,6 +209,7 @@ def rnn_over(name: str, **options: Any) -> Text:
     return Text(lambda self, x: self.rnn(x), rnn=rnn)
 
 
+@pytest.mark.cases(slow=2)
 @BOTH
 @pytest.mark.parametrize("stored", ("f32", "bf16"))
 def test_the_gradient_of_a_1024_step_rnn_is_accurate(wing, stored):
@@ -222,6 +230,7 @@ def test_the_gradient_of_a_1024_step_rnn_is_accurate(wing, stored):
     np.testing.assert_allclose(found, truth, atol=2**-8 * np.abs(truth).max())
 
 
+@pytest.mark.cases(slow=1)
 @BOTH
 @pytest.mark.parametrize("name", ("LSTMCell", "OptimizedLSTMCell", "GRUCell"))
 def test_second_derivatives_of_an_rnn_reach_its_biases(wing, name):
@@ -238,6 +247,7 @@ def test_second_derivatives_of_an_rnn_reach_its_biases(wing, name):
         assert float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) < 0.08
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @EACH_CELL
 def test_what_backward_keeps_of_the_steps_is_half(wing, case):
     rnn, params, (x,) = rnn_of_table(wing, case, "p=f32,c=bf16,o=bf16")
@@ -372,6 +382,7 @@ def of_policy(text: str) -> tuple[tuple[set[str], ...], set[str]]:
     return names(policy.param_dtype.name, compute, policy.output_dtype.name), {compute}
 
 
+@pytest.mark.cases(fast=1, slow=13)
 @EACH_POLICY
 @EACH_LOOP
 def test_an_rnn_returns_output_dtype_and_a_carry_in_compute_dtype(wing, name, policy):
@@ -383,6 +394,7 @@ def test_an_rnn_returns_output_dtype_and_a_carry_in_compute_dtype(wing, name, po
             assert traced(wing, build, policy, name, initial_carry=carry) == of_policy(policy)
 
 
+@pytest.mark.cases(fast=1, slow=10)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
 @EACH_LOOP
 def test_a_ported_rnn_obeys_as_ours_does(wing, name, policy):
@@ -408,6 +420,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("option", OPTIONS)
 @LOOPS_OF_BOTH
 def test_every_option_of_an_rnn_does_what_it_does_in_flax(wing, option):
@@ -422,6 +435,7 @@ def test_every_option_of_an_rnn_does_what_it_does_in_flax(wing, option):
     assert_close(out, expected, atol=2**-6)
 
 
+@pytest.mark.cases(slow=1)
 @LOOPS_OF_BOTH
 def test_the_carry_that_an_rnn_returns_starts_the_next_call_exactly_where_one_long_call_would_be(
     wing,
@@ -433,6 +447,7 @@ def test_the_carry_that_an_rnn_returns_starts_the_next_call_exactly_where_one_lo
     assert_same_bits(jnp.concatenate([first, second], 1), whole)
 
 
+@pytest.mark.cases(fast=1, slow=9)
 @EACH_POLICY
 @pytest.mark.parametrize("ported", [False, True])
 @LOOPS_OF_BOTH
@@ -454,6 +469,7 @@ def test_a_bidirectional_rnn_returns_output_dtype_and_carries_in_compute_dtype(
     assert (y.shape, again) == ((BATCH, TIME, 2 * HIDDEN), carry)
 
 
+@pytest.mark.cases(slow=1)
 @LOOPS_OF_BOTH
 def test_a_cell_may_have_a_policy_of_its_own_and_linens_takes_that_of_its_rnn(wing):
     def around(scope: Any = None, **options: Any) -> Any:
@@ -481,6 +497,7 @@ def ruled(wing: Any, lib: Any, policy: str, rules: Any, name: str = "LSTMCell") 
     return traced(wing, build)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("ported", [False, True])
 @pytest.mark.parametrize("pattern", ["cell", "our class", "Flax's class"])
 @LOOPS_OF_BOTH
@@ -491,6 +508,7 @@ def test_rules_by_path_and_class_reach_a_cell(wing, pattern, ported):
     assert found == (names("f4", "f4", "bfloat16"), {"float32"})
 
 
+@pytest.mark.cases(slow=1)
 @LOOPS_OF_BOTH
 def test_rules_reach_the_layers_inside_a_cell_under_strict_promotion_too(wing):
     found = ruled(wing, wing.ours, MIXED, [("cell/h.", "float32")])
@@ -499,6 +517,7 @@ def test_rules_reach_the_layers_inside_a_cell_under_strict_promotion_too(wing):
         ruled(wing, wing.ours, MIXED, [("cell/h_", "float32")])
 
 
+@pytest.mark.cases(fast=1)
 @LOOPS_OF_BOTH
 def test_a_ported_cell_keeps_an_explicit_dtype_where_asked(wing):
     def build(**options: Any) -> Any:
@@ -511,6 +530,7 @@ def test_a_ported_cell_keeps_an_explicit_dtype_where_asked(wing):
     assert traced(wing, build)[0] == names("f4", "bfloat16", "f4")
 
 
+@pytest.mark.cases(slow=1)
 @LOOPS_OF_BOTH
 def test_stacked_cells_and_stacked_rnns_hand_on_compute_dtype(wing):
     def cell(name: str, *sizes: int) -> Any:
@@ -534,6 +554,7 @@ def test_stacked_cells_and_stacked_rnns_hand_on_compute_dtype(wing):
         assert len(wide) <= len(jax.tree.leaves(out)) + 2 * len(jax.tree.leaves(args[0]))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("lib", [linen, flax.linen], ids=["ours", "ported"])
 def test_a_rule_for_the_parts_of_an_optimized_linen_cell_is_refused(lib):
     name = "OptimizedLSTMCell"
@@ -569,6 +590,7 @@ class FunctionScan(flax.linen.Module):
         return flax.linen.scan(lambda cell, carry, x: cell(carry, x), **OVER_TIME)(cell, carry, x)
 
 
+@pytest.mark.cases(fast=1)
 @OF_EITHER
 def test_a_class_lifted_cell_runs_in_compute_dtype_with_its_boundary_outside_the_loop(nn):
     x, cell = sequence(), nn.scan(nn.LSTMCell, **OVER_TIME)(HIDDEN)
@@ -585,6 +607,7 @@ def test_a_class_lifted_cell_runs_in_compute_dtype_with_its_boundary_outside_the
     assert set(scan.outputs) == {"bfloat16"} | dtypes_of(carry)
 
 
+@pytest.mark.slow
 @OF_EITHER
 def test_a_function_form_scan_of_a_cell_keeps_its_carrys_type(nn):
     model: Any = linen.apply_policy(FunctionScan(nn), MIXED)
@@ -593,6 +616,7 @@ def test_a_function_form_scan_of_a_cell_keeps_its_carrys_type(nn):
     assert matmul_dtypes(model.apply, variables, sequence()) == {"bfloat16"}
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ["LSTMCell", "GRUCell"])
 def test_a_rematerialised_cell_and_rnn_give_the_same_gradients(name):
     x, plain = sequence(), loop(LINEN, linen, MIXED, name)
@@ -608,6 +632,7 @@ def test_a_rematerialised_cell_and_rnn_give_the_same_gradients(name):
             assert_close(gradients(rnn), expected, atol=2**-5)
 
 
+@pytest.mark.slow
 def test_a_scan_over_stacked_rnns_and_a_rematerialised_rnn_run_in_compute_dtype():
     class Stack(nnx.Module):
         def __init__(self) -> None:

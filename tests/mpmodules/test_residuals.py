@@ -102,6 +102,7 @@ def resnet(**dtypes: Any) -> Text:
     return Text(call, **parts, group=group, head=dense(288, 10, **dtypes))
 
 
+@pytest.mark.cases(slow=1)
 @BOTH
 @pytest.mark.parametrize("policy", HALVES)
 @pytest.mark.parametrize(("make", "x"), [(transformer, TOKENS), (resnet, IMAGES)])
@@ -116,6 +117,7 @@ def test_no_activation_is_kept_in_float32(wing, make, x, policy):
     assert wide or size(ours) < size(theirs)
 
 
+@pytest.mark.slow
 @BOTH
 def test_all_layers_keep_one_mask(wing):
     def call(self, x):

@@ -68,6 +68,7 @@ def _assert_same(ours: Callable[..., Any], theirs: Callable[..., Any], *inputs: 
 ALL = [*CASES, *OPTIONS]
 
 
+@pytest.mark.cases(fast=1, slow=10)
 @pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*Module.sow:DeprecationWarning")
 @pytest.mark.parametrize(("wing", "case"), ALL, ids=[f"{wing}-{case}" for wing, case in ALL])
@@ -77,6 +78,7 @@ def test_a_layer_has_flaxs_tree_values_outputs_gradients_and_state(wing, case):
     _assert_same(ours, theirs, floats)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_functions_are_flaxs(masked, dropout):
@@ -100,6 +102,7 @@ def test_attention_functions_are_flaxs(masked, dropout):
     _assert_same(made(our_nnx), made(flax_nnx), *inputs)
 
 
+@pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")  # Flax multiplies float32 weights by bfloat16 values
 def test_softmax_forced_to_float32_leaves_flaxs_dtypes_where_no_policy_holds():
     for force in (True, False):
@@ -158,6 +161,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.cases(fast=4)
 @pytest.mark.parametrize("what", WRONG)
 def test_what_flax_refuses_is_refused_with_its_error(what):
     wing, found = what.partition(",")[0], []
@@ -214,6 +218,7 @@ def test_no_position_reaches_a_linen_modules_policy_parent_or_name():
     assert repr(Wider(1)).index("depth") < repr(Wider(1)).index("dtype_policy")
 
 
+@pytest.mark.slow
 def test_submodules_that_flax_does_not_import_by_itself_import_from_our_wings():
     from flax.linen import partitioning as flax_partitioning
     from flax.nnx import traversals as flax_traversals
@@ -296,6 +301,7 @@ def gradient(model: Model) -> Any:
     return jax.value_and_grad(loss)
 
 
+@pytest.mark.cases(slow=3)
 @BOTH
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", ["scope", "argument"])

@@ -93,6 +93,7 @@ NET = Text(
 )
 
 
+@pytest.mark.slow
 @BOTH
 def test_every_source_is_named(wing):
     rules: Any = {wing.module.LayerNorm: "f32"}
@@ -112,6 +113,7 @@ def test_every_source_is_named(wing):
         }
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("own_code", ["autocast", "keep"])
 def test_the_sources_of_a_port_are_its_argument_and_its_rules(wing, own_code):
@@ -133,6 +135,7 @@ def test_the_sources_of_a_port_are_its_argument_and_its_rules(wing, own_code):
     assert set(found.values()) == {("", "none: Flax's own")}
 
 
+@pytest.mark.cases(fast=1)
 @BOTH
 def test_the_global_policy_and_none_are_told_apart(wing):
     block = made(wing, BLOCK)
@@ -145,6 +148,7 @@ def test_the_global_policy_and_none_are_told_apart(wing):
     assert shown(wing, made(wing, BLOCK, policy=MIXED))[""] == (SHORT, "argument: dtype_policy")
 
 
+@pytest.mark.cases(slow=1)
 @BOTH
 def test_the_rest_of_the_table_is_flaxs(wing):
     options: dict[str, Any] = {"depth": 1, "compute_flops": True, "compute_vjp_flops": True}
@@ -230,6 +234,7 @@ class Coded(linen.Module):
         return linen.Dense(4, name="head")(x @ w.astype(x.dtype))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("text", ["int8", "int4:32"])
 @pytest.mark.parametrize("options", [{}, {"depth": 1, "compute_flops": True}])
 def test_a_summary_shows_parameters_as_the_codes_that_would_be_stored(text, options):
@@ -252,6 +257,7 @@ def test_what_gave_a_policy_tells_no_two_models_apart():
     assert nnx.graphdef(scoped) == nnx.graphdef(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
 
 
+@pytest.mark.slow
 def test_nnxs_tabulate_has_rows_of_methods_and_leaves_classes_as_they_were():
     def encode(self, x):
         return self(x[None])[0]  # Flax has one row for two calls with inputs that look alike

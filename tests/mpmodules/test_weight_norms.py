@@ -22,6 +22,7 @@ EACH = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.cases(slow=2)
 @EACH
 @pytest.mark.parametrize("policy", ["bfloat16", "p=bf16,c=f32"])
 def test_gradients_of_normalised_half_weights_are_finite_and_half(wing, case, policy):
@@ -31,6 +32,7 @@ def test_gradients_of_normalised_half_weights_are_finite_and_half(wing, case, po
     assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in jax.tree.leaves(gradient))
 
 
+@pytest.mark.cases(fast=1)
 @EACH
 def test_a_dtype_of_the_layers_own_leaves_stored_weights_in_float32(wing, case):
     run = program(wing, case, dtype=jnp.bfloat16)
@@ -40,6 +42,7 @@ def test_a_dtype_of_the_layers_own_leaves_stored_weights_in_float32(wing, case):
     assert dtypes_of((params, rest, after)) == {"float32"}
 
 
+@pytest.mark.cases(fast=1)
 @EACH
 def test_a_policy_applied_to_flaxs_own_model_reaches_the_wrappers(wing, case):
     if wing == "linen":
@@ -75,6 +78,7 @@ def test_weights_that_are_not_matched_pass_through():
         np.testing.assert_array_equal(layer.apply(variables, X), alone)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("wrapper", ["WeightNorm", "SpectralNorm"])
 def test_the_layer_inside_gets_unrounded_weights_and_half_ones_stay_stored(wrapper):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), jnp.float32)

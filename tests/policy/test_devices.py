@@ -66,6 +66,7 @@ def test_gradients_of_params_that_vary_inside_the_loss_are_summed_in_that_dtype(
     assert (only.dtype, only.shape) == (dtype, (4, 2))
 
 
+@pytest.mark.slow
 def test_the_uses_of_a_half_precision_param_add_up_in_float32_on_their_way_to_the_sum():
     def loss_of(params, x):
         params = vary(params, "i", "float32")
@@ -78,6 +79,7 @@ def test_the_uses_of_a_half_precision_param_add_up_in_float32_on_their_way_to_th
     np.testing.assert_array_equal(grads["w"][0], np.sum(np.asarray(x, np.float64), axis=(0, 1)))
 
 
+@pytest.mark.slow
 def test_vary_changes_no_number_and_no_leaf_that_has_no_gradient():
     key = jax.random.key(0)
     tree = {"w": jnp.arange(3.0), "n": jnp.arange(3), "key": key, "c": jnp.ones(3, jnp.complex64)}
@@ -96,6 +98,7 @@ def test_float16_gradients_are_divided_before_they_are_summed():
     np.testing.assert_array_equal(mean.tree["w"], np.full((4, 2), 20000, np.float16))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("count", [3, 8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_mean_is_right_to_an_ulp_a_device_of_the_dtype_it_is_summed_in(dtype, count):
@@ -106,6 +109,7 @@ def test_the_mean_is_right_to_an_ulp_a_device_of_the_dtype_it_is_summed_in(dtype
     np.testing.assert_allclose(mean[0], values.astype(np.float64).mean(0), rtol=0, atol=largest)
 
 
+@pytest.mark.slow
 def test_scaled_gradients_keep_their_scale_and_come_back_in_the_dtype_of_the_sum():
     grads = jnp.asarray([[1.0], [2.0]], jnp.bfloat16)
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -116,6 +120,7 @@ def test_scaled_gradients_keep_their_scale_and_come_back_in_the_dtype_of_the_sum
         np.testing.assert_array_equal(jax.vmap(lambda m: m.scale)(mean), 1024)
 
 
+@pytest.mark.slow
 def test_overwritten_values_become_the_largest_of_the_devices():
     values = jnp.asarray([[3.0], [7.0], [5.0]])
     tree = {OVERWRITE_WITH_GRADIENT: {"scale": values}, "w": values}
@@ -134,6 +139,7 @@ def test_gradients_that_backward_has_summed_already_are_refused():
         traced(step, PARAMS, BATCH)
 
 
+@pytest.mark.slow
 def test_a_step_refuses_gradients_that_differ_between_devices_where_the_params_do_not():
     tx = mixed_precision(optax.sgd(0.1), "float32")
 
@@ -146,6 +152,7 @@ def test_a_step_refuses_gradients_that_differ_between_devices_where_the_params_d
         traced(step, PARAMS, BATCH)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("named", [None, "i"])
 def test_the_step_counts_once_what_types_say_is_the_same_everywhere(named):
     tx = mixed_precision(optax.sgd(0.1), "float32", clip_global_norm=1.0, axis_name=named)
@@ -172,6 +179,7 @@ def test_what_varies_already_is_left_as_it_is():
     assert only.dtype == "float32"
 
 
+@pytest.mark.slow
 def test_complex_gradients_are_summed_as_they_are():
     x = jnp.asarray([[1 + 2j], [3 - 1j]], jnp.complex64)
     loss = lambda w, x: jnp.real(vary(w, "i", "bfloat16") * x)[0]  # noqa: E731

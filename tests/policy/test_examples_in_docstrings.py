@@ -59,6 +59,7 @@ def test_a_public_name_has_an_example(name):
     assert place_of(PUBLIC[name]) in EXAMPLES, f"{name} has no example in its docstring"
 
 
+@pytest.mark.cases(fast=1, slow=17)
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_an_example_runs(name):
     example, output = EXAMPLES[name], []

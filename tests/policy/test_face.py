@@ -66,6 +66,7 @@ def test_classes_of_results_are_where_the_functions_come_from():
         assert returned in dir(importlib.import_module("policy.inspect"))
 
 
+@pytest.mark.slow
 def test_namespaces_say_what_they_export():
     for module in (getattr(policy, name) for name in NAMESPACES):
         assert dir(module) == sorted(module.__all__)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 import mpmodules
@@ -89,6 +90,7 @@ def words_of_jaxprs(tree: ast.Module, parameters: set[str]) -> Iterator[str]:
             yield from {node.value} & ({"eqns", "cond_nconsts", "body_nconsts"} | parameters)
 
 
+@pytest.mark.slow
 def test_equations_and_parameters_of_programs_are_read_in_one_room():
     parameters = parameters_of_programs()
     known = "jaxpr call_jaxpr branches body_jaxpr cond_jaxpr update_jaxpr"
@@ -101,6 +103,7 @@ def test_equations_and_parameters_of_programs_are_read_in_one_room():
     assert found == {}
 
 
+@pytest.mark.slow
 def test_one_file_decides_which_parameters_hold_programs():
     types = ("Jaxpr", "ClosedJaxpr")
     found = {
@@ -122,6 +125,7 @@ def test_policy_imports_neither_flax_nor_its_modules():
     assert found == set()
 
 
+@pytest.mark.slow
 def test_no_module_is_imported_for_its_side_effects():
     unread = set()
     for name, tree in modules().items():
@@ -151,6 +155,7 @@ def defined_in(tree: ast.Module) -> set[str]:
     return {name for name in found if not name.startswith("_")}
 
 
+@pytest.mark.slow
 def test_no_two_modules_of_policy_define_the_same_public_name():
     places: dict[str, list[str]] = collections.defaultdict(list)
     for name, tree in modules().items():

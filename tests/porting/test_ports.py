@@ -73,6 +73,7 @@ def gradients_error(name: str, made_by: str, dtype: str) -> float:
     return float(np.median([models.relative_error(a.gradients, b.gradients) for a, b in pairs]))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", sources.NAMES)
 def test_a_port_has_the_same_parameters(name):
     assert jax.eval_shape(models.by_policy(name, "mixed_bfloat16").init) == shapes(name)
@@ -94,12 +95,14 @@ def test_a_parameter_made_by_hand_is_stored_in_param_dtype():
     assert jax.eval_shape(lambda: params(apply=True)) == jax.eval_shape(theirs.init)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", ["imagenet", "lm1b", "wmt"])
 def test_without_a_policy_a_port_is_the_program_that_it_was(name):
     args = shapes(name), models.batch(name)
     assert_same_program(models.by_policy(name, None).logits, models.by_hand(name).logits, args)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", sources.NAMES)
 def test_in_float32_a_port_agrees_with_the_model_that_it_was(name):
     both = (results(name, by, "float32") for by in ("policy", "hand"))
@@ -112,6 +115,7 @@ def test_in_float32_a_port_agrees_with_the_model_that_it_was(name):
         assert gradients_error(name, "hand", "float32") < 2e-6
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("name", sources.NAMES)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_in_half_a_port_is_as_right_as_the_model_that_it_was(name, dtype):
@@ -123,17 +127,20 @@ def test_in_half_a_port_is_as_right_as_the_model_that_it_was(name, dtype):
     assert ours < 1.05 * theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lm1b", "wmt"])
 def test_two_rules_keep_the_float32_that_upstream_keeps(name):
     assert error(name, "rules", "float16") < error(name, "hand", "float16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIFFERENTIATED["bfloat16"])
 def test_gradients_in_half_are_better_than_those_of_the_model_that_it_was(name):
     ours, theirs = (gradients_error(name, by, "bfloat16") for by in ("policy", "hand"))
     assert ours < 0.85 * theirs
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", sources.NAMES)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_loss_is_computed_from_float32_logits(name, dtype):
@@ -144,12 +151,14 @@ def test_the_loss_is_computed_from_float32_logits(name, dtype):
     assert loss.dtype == logits.dtype == dtype
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", sources.NAMES)
 def test_every_matmul_of_a_port_multiplies_half_forward_and_backward(name):
     args = shapes(name), models.batch(name)
     assert_dots_in(models.by_policy(name, "mixed_bfloat16").logits, args, "bfloat16", backward=True)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", sources.NAMES)
 def test_an_audit_finds_what_the_port_repairs_and_nothing_after_it(name):
     before, after = findings(name)
@@ -165,6 +174,7 @@ def findings(name: str) -> list[Any]:
     return [policy.audit(loss, *args, backward=True).findings for loss in losses]
 
 
+@pytest.mark.slow
 def test_the_page_s_table_says_what_is_measured():
     page = (ROOT / "docs/ports.md").read_text()
     row = r"^\| (\w+) \| (bfloat16|float16) \| ([\d.]+) \| ([\d.]+) \|"
@@ -212,6 +222,7 @@ def decoded(name: str, variables: Any, inputs: Any) -> tuple[Any, Any]:
     return jnp.swapaxes(logits, 0, 1), cache
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ["lm1b", "wmt"])
 def test_a_token_at_a_time_gives_what_the_whole_sequence_gives(name):
     ported, inputs = models.by_policy(name, POLICY), models.batch(name)
@@ -227,6 +238,7 @@ def test_a_token_at_a_time_gives_what_the_whole_sequence_gives(name):
     assert floating == {"bfloat16"}
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_handed_through_comes_back_as_it_went_in_and_changes_no_logits():
     module, inputs = models.after("gemma"), models.batch("gemma")
     with use_policy(POLICY):

@@ -70,6 +70,7 @@ def test_every_cell_that_shows_something_has_its_output_and_none_is_an_error_or_
             assert len(png) + len(svg) < LARGEST_PICTURE
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_nothing_saved_is_of_one_machine(name):
     assert PLACE.findall("in /home/me/model.py:3") and PLACE.findall("<f at 0x7f00aa11>")

@@ -38,6 +38,7 @@ def exact_weights(query, key, bias=0.0, allowed: Any = True):
     return weights / weights.sum(-1, keepdims=True)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("dtype", [*HALVES, "float32"])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 def test_weights_are_exact_to_float32_with_grouped_heads(dtype, key_heads):
@@ -47,6 +48,7 @@ def test_weights_are_exact_to_float32_with_grouped_heads(dtype, key_heads):
     np.testing.assert_allclose(weights, exact_weights(query, key), rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("length", "width", "half", "is_ahead"),
     [
@@ -71,6 +73,7 @@ def test_queries_are_scaled_in_place_of_logits_where_that_rounds_nothing(
     assert products(functools.partial(weigh, is_causal=True)) == [(1, 1, length, length)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_a_row_without_keys_is_uniform_forward_and_finite_backward(half):
     query, key, _ = qkv(half)
@@ -94,12 +97,14 @@ REFUSED: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(("message", "change"), REFUSED)
 def test_shapes_that_do_not_fit_are_refused(message, change):
     with pytest.raises(ValueError, match=message):
         attention.check_shapes(*change(*qkv("float32")))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_soft_cap_limits_the_logits_before_the_bias(wing, dtype):
@@ -122,6 +127,7 @@ def test_a_soft_cap_limits_the_logits_before_the_bias(wing, dtype):
         attend(*half, soft_cap=2.0, implementation="cudnn")
 
 
+@pytest.mark.slow
 def test_dropout_keeps_the_mean_and_checks_its_arguments():
     weights = jnp.ones((2, 4, 64, 64), jnp.bfloat16)
 
@@ -138,6 +144,7 @@ def test_dropout_keeps_the_mean_and_checks_its_arguments():
         dropped(rng=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_the_gradient_by_the_logits_sums_to_zero_over_the_keys(half):
     bias = jnp.asarray(RNG.normal(size=(1, 4, 3, 64)), jnp.float32)
@@ -152,6 +159,7 @@ def test_the_gradient_by_the_logits_sums_to_zero_over_the_keys(half):
     assert np.abs(by_bias.sum(-1)).max() <= 1e-6 * np.abs(by_bias).max() * 64
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_backward_keeps_weights_in_half_and_masks_as_they_came(wing, masked):
@@ -168,6 +176,7 @@ def test_backward_keeps_weights_in_half_and_masks_as_they_came(wing, masked):
     assert [leaf.shape for leaf in kept if leaf.dtype == bool] == ([(2, 1, 3, 5)] if masked else [])
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 @pytest.mark.parametrize("dtype", [*HALVES, "float32"])
 def test_no_keys_give_zeros_and_one_key_gives_its_value(wing, dtype):
@@ -204,6 +213,7 @@ def kernel(monkeypatch):
     return calls
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("with_mask", [False, True])
@@ -222,6 +232,7 @@ def test_the_fused_kernel_is_picked_and_agrees(kernel, wing, half, with_mask):
     assert error <= 2 * float(jnp.finfo(half).eps)
 
 
+@pytest.mark.slow
 def test_bias_and_causality_reach_the_kernel(kernel):
     query, key, value = qkv("bfloat16", queries=4, length=4)
     bias = jnp.asarray(RNG.normal(size=(4, 4, 4)), "bfloat16")  # (heads, queries, keys)
@@ -254,6 +265,7 @@ PICKED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=20)
 @pytest.mark.parametrize("what", [*PICKED_NOT, *PICKED])
 @pytest.mark.parametrize("wing", WINGS)
 def test_the_fused_kernel_is_picked_for_what_it_can_do(kernel, monkeypatch, wing, what):
@@ -269,6 +281,7 @@ def test_the_fused_kernel_is_picked_for_what_it_can_do(kernel, monkeypatch, wing
     assert bool(kernel) is (what in PICKED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_an_attention_layer_uses_the_kernel_and_its_attention_fn_overrides_it(kernel, wing):
     x = jnp.ones((2, 4, 16))
@@ -306,6 +319,7 @@ def kernels_of(wing, device, **shape):
     return Counter(re.findall(r"(?<=__cudnn\$fmha)\w+|CAUSAL|NO_MASK", program))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wing", WINGS)
 def test_cudnns_kernel_is_traced_for_a_gpu_that_is_not_there(monkeypatch, wing):
     found = kernels_of(wing, Device("9.0"), length=256, width=64)
@@ -427,6 +441,7 @@ def assert_near(found: Any, true: np.ndarray, roundings: float, half: str) -> No
     assert error <= roundings * float(jnp.finfo(half).eps) / 2
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize(
     ("name", "half"), [*((name, "float16") for name in CASES), ("plain", "bfloat16")]
 )
@@ -450,6 +465,7 @@ def test_values_and_both_modes_of_derivative_are_those_of_float64(name, half):
         assert_near(found, true, 8, half)  # of weights, cotangents and products, in sums
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ["grouped heads", "mask", "bias"])
 def test_second_derivatives_are_those_of_float64(name):
     half = "float16"
@@ -481,6 +497,7 @@ def test_second_derivatives_are_those_of_float64(name):
             assert_near(ours_, exact_, 12, half)
 
 
+@pytest.mark.slow
 def test_frozen_operands_leave_the_gradients_of_others_as_they_are():
     at, options = case("bfloat16", bias=True)
     loss = lambda *at: jnp.sum(ours(options)(*at).astype(jnp.float32) ** 2)  # noqa: E731
@@ -490,6 +507,7 @@ def test_frozen_operands_leave_the_gradients_of_others_as_they_are():
             assert_near(found, wide(every[i]), 2, "bfloat16")
 
 
+@pytest.mark.slow
 def test_batches_are_attended_one_at_a_time():
     at, options = case("bfloat16", key_heads=2)
     loss = lambda *at: jnp.sum(ours(options)(*at).astype(jnp.float32) ** 2)  # noqa: E731
@@ -509,6 +527,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize(("name", "shape"), SHAPES)
 def test_grouped_heads_take_a_bias_and_a_mask_of_every_shape(name, shape):
     at, _ = case("bfloat16", key_heads=2)

@@ -49,6 +49,7 @@ def check(x: jax.Array, region: Region, rtol: float = 1e-4, run: Any = jitted) -
     np.testing.assert_allclose(variance, true_variance, rtol=rtol)
 
 
+@pytest.mark.cases(fast=3)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
     ("mean", "spread"), [(0, 1), (1000, 1), (-1024, 2), (3e4, 20), (1e-3, 1e-4), (7, 1e-6)]
@@ -58,6 +59,7 @@ def test_moments_are_those_of_float64(dtype, mean, spread, size):
     check(jnp.asarray(mean + spread * RNG.normal(size=(3, size)), dtype), Region((1,)))
 
 
+@pytest.mark.cases(fast=1, slow=11)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
     ("shape", "region"),
@@ -80,6 +82,7 @@ def test_moments_over_any_axes_and_groups(dtype, shape, region):
     check(jnp.asarray(offsets + RNG.normal(size=shape), dtype), region)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("value", [0.0, 1.0, 1000.0, -3.140625])
 @pytest.mark.parametrize("size", [3, 1000, 70000])
@@ -90,6 +93,7 @@ def test_constant_numbers_have_no_variance_and_their_own_mean(dtype, value, size
     np.testing.assert_allclose(mean, np.asarray(x[:, :1], np.float64), rtol=2e-7)
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
     ("inlier", "outlier"), [(300, 1000), (1000, 1008), (300, -60000), (0, 1e-6), (1000, 0.001)]
@@ -143,6 +147,7 @@ def test_a_shift_is_the_mean_of_four_elements_and_lets_no_gradient_through_it():
     assert shift_of(Region((1,)), jnp.ones((4, 0))) is None
 
 
+@pytest.mark.cases(fast=1, slow=9)
 @pytest.mark.parametrize(
     ("shape", "region"),
     [
@@ -162,6 +167,7 @@ def test_moments_from_whole_squares_are_those_of_float64(monkeypatch, shape, reg
     check(x, region, rtol=5e-4, run=moments)
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     ("dtype", "region", "of_cuda"),
     [
@@ -254,6 +260,7 @@ CASES = [(name, True, True) for name in REGIONS] + [
 ]
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @pytest.mark.parametrize(("name", "scale", "bias"), [*CASES, ("rows", 0, 0), ("the batch", 0, 0)])
 def test_values_and_both_modes_of_derivative_are_those_of_float64(name, scale, bias):
     region, shape = REGIONS[name]
@@ -287,6 +294,7 @@ def test_values_and_both_modes_of_derivative_are_those_of_float64(name, scale, b
             assert_close_in_ulps(found, true, 0.51, half, floor=2.0**-6)
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", REGIONS)
 def test_second_derivatives_are_those_of_float64(name, half):
@@ -326,6 +334,7 @@ def test_second_derivatives_are_those_of_float64(name, half):
         assert np.abs(np.asarray(found, np.float64) - true).max() <= bound
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (1, 2), (0, 1), (0, 2)])
 def test_frozen_arguments_leave_the_gradients_of_others_as_they_are(frozen):
     region, shape = REGIONS["groups"]
@@ -338,6 +347,7 @@ def test_frozen_arguments_leave_the_gradients_of_others_as_they_are(frozen):
         np.testing.assert_allclose(*wide((found, all_gradients[i])), rtol=rtol, atol=1e-6)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", ["rows", "the batch", "groups"])
 def test_a_result_in_half_is_rounded_once(name, half):
@@ -348,6 +358,7 @@ def test_a_result_in_half_is_rounded_once(name, half):
     assert_close_in_ulps(y, exact(region, *wide(at))[0], 0.51, half, floor=2.0**-6)
 
 
+@pytest.mark.slow
 def test_batches_of_inputs_and_scales_are_those_of_one_at_a_time():
     region, shape = REGIONS["groups"]
     examples = [arguments("bfloat16", shape) for _ in range(2)]
@@ -359,6 +370,7 @@ def test_batches_of_inputs_and_scales_are_those_of_one_at_a_time():
             np.testing.assert_allclose(wide((ours_[i],)), wide((alone,)), rtol=1e-2, atol=1e-5)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("epsilon", [0, 1e-3])
 def test_constant_rows_have_the_bias_and_pass_no_gradient(epsilon):
     x = jnp.full((2, 4), 1000.0, jnp.bfloat16)
@@ -371,6 +383,7 @@ def test_constant_rows_have_the_bias_and_pass_no_gradient(epsilon):
         assert np.isnan(y).all()
 
 
+@pytest.mark.slow
 def test_along_explicit_axes_gradients_are_sharded_as_what_they_are_of():
     mesh = AbstractMesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 

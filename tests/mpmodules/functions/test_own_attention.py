@@ -107,6 +107,7 @@ def operands_of(**shapes: Any) -> Any:
     return tuple(x.astype(jnp.float32) for x in qkv(**shapes))
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
 def test_attention_by_hand_multiplies_in_16_bits_and_has_a_float32_softmax(kind, case):
@@ -139,6 +140,7 @@ def interpreter(monkeypatch):
     monkeypatch.setattr(attention_calls, "fused_kernel", insisting)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_this_librarys_function_runs_the_kernel_and_is_exact_to_compute_dtype(interpreter, kind):
     mask = linen.make_causal_mask(jnp.ones((1, T)))
@@ -188,6 +190,7 @@ def value_and_gradients(*operands):
     return once(*wide), jax.grad(of_linen(loss))(*wide)
 
 
+@pytest.mark.slow
 @needs_one_device
 def test_programs_for_tpus_have_the_kernel_on_one_device_and_over_a_mesh(topology):  # noqa: F811
     one = jax.sharding.SingleDeviceSharding(topology.devices[0])

@@ -100,6 +100,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_is_exact_to_its_inputs_dtype_forward_and_backward(interpreter, case):
     shapes, options = CASES[case]
@@ -118,6 +119,7 @@ def test_the_kernel_is_exact_to_its_inputs_dtype_forward_and_backward(interprete
         assert_close(attend(*operands), out)  # without residuals
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("wing", WINGS)
 def test_layers_of_both_wings_run_the_kernel_and_agree_with_xlas(interpreter, wing):
     x = jnp.asarray(RNG.normal(size=(2, 128, 32)), jnp.float32)
@@ -138,6 +140,7 @@ def test_layers_of_both_wings_run_the_kernel_and_agree_with_xlas(interpreter, wi
         np.testing.assert_allclose(found, wanted, atol=0.03 * float(jnp.abs(wanted).max()))
 
 
+@pytest.mark.slow
 def test_the_kernel_has_forward_mode_higher_orders_and_vmap(interpreter):
     operands = qkv(heads=1, key_heads=1, batch=(1,))
 
@@ -182,6 +185,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(fast=1)
 @needs_one_device
 @pytest.mark.parametrize("what", REFUSED)
 @pytest.mark.parametrize("wing", WINGS)
@@ -208,6 +212,7 @@ def test_the_kernel_is_picked_for_what_it_can_do(wing):
         attend(*qkv(heads=3, key_heads=3), implementation="splash")
 
 
+@pytest.mark.slow
 @needs_one_device
 def test_elsewhere_the_program_computes_what_xlas_does_in_every_mode():
     operands = qkv(batch=(1,))
@@ -273,6 +278,7 @@ def compiled(*args, **options) -> str:
     return str(program(*args, **options).compile().as_text())
 
 
+@pytest.mark.cases(slow=1)
 @needs_one_device
 @pytest.mark.parametrize("x64", [False, True])
 def test_on_one_device_forward_and_backward_compile_to_the_kernel(topology, x64):
@@ -282,6 +288,7 @@ def test_on_one_device_forward_and_backward_compile_to_the_kernel(topology, x64)
         assert CALL not in compiled(value_and_gradients("xla"), one)
 
 
+@pytest.mark.slow
 @needs_one_device
 def test_under_automatic_sharding_xlas_program_stays_and_within_shard_map_the_kernel_is_there(
     topology,
@@ -299,6 +306,7 @@ def test_under_automatic_sharding_xlas_program_stays_and_within_shard_map_the_ke
     assert compiled(mapped, sharded).count(CALL) == 2
 
 
+@pytest.mark.slow
 @needs_one_device
 def test_where_axes_are_named_the_kernel_is_there_once_for_a_scanned_and_rematerialised_layer(
     topology,
@@ -337,6 +345,7 @@ def test_where_only_the_lowered_program_tells_of_several_devices_it_has_no_kerne
         program(value_and_gradients("splash"), sharding)
 
 
+@pytest.mark.slow
 @needs_one_device
 def test_a_program_for_several_platforms_holds_the_kernel_and_xlas_formula():
     operands = qkv(batch=(1,))
@@ -366,6 +375,7 @@ def test_the_model_flops_of_an_attention_are_those_of_one_platform_with_and_with
             assert model_flops(Graph(program, platform=platform)) == 3 * matmuls * matmul
 
 
+@pytest.mark.slow
 def test_over_eight_devices_the_kernel_computes_what_xlas_formula_does():
     run_tests_on_eight_devices(Path(__file__).with_name("sharded_on_eight_devices.py"))
 

@@ -57,6 +57,7 @@ def casts_of(ops: Any) -> list[Any]:
     return [(op.outputs[0], op.within) for op in boundary_casts(ops)]
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("style", STYLES)
 def test_every_style_has_one_boundary_half_matmuls_and_the_parameters_that_it_has_without(style):
     model, plain = STYLES[style](dtype_policy=MIXED), STYLES[style]()
@@ -79,6 +80,7 @@ LIFTED: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("lift", LIFTED)
 def test_a_lifted_class_with_a_policy_has_its_boundary_outside_of_the_transform(lift):
     cls, args = LIFTED[lift]
@@ -126,6 +128,7 @@ METHODS = {
 }
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("how", METHODS)
 def test_a_public_method_is_a_boundary_however_it_is_named(how):
     model = AutoEncoder(dtype_policy=MIXED)
@@ -160,6 +163,7 @@ def test_an_nnx_dropout_passed_through_a_boundary_draws_a_new_mask_each_call():
         assert not np.array_equal(apply(model, {}, x, dropout), apply(model, {}, x, dropout))
 
 
+@pytest.mark.slow
 def test_our_modules_directly_below_a_composite_of_flax_are_outermost():
     def model(**fields):
         return flax_nn.Sequential([Block(**fields), Block()])
@@ -193,6 +197,7 @@ class Stack(nn.Module):
         return scan(block, x.astype(self.dtype), None)[0]
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("model", "dtype"),
     [
@@ -233,6 +238,7 @@ def test_a_type_error_for_another_reason_gets_no_advice(body, text):
 ABA = ((AS_BF16, "bfloat16"), (AS_F16, "float16"), (AS_BF16, "bfloat16"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nn.jit class", "nn.jit method"])
 def test_an_inner_jit_follows_the_scope(kind):
     class Block(nn.Module):

@@ -38,6 +38,7 @@ def attention_model(nn: Any) -> Any:
     return compact(call, nn)()
 
 
+@pytest.mark.slow
 def test_a_users_own_field_called_policy_is_the_users():
     class Agent(our_nn.Module):
         policy: Any
@@ -79,6 +80,7 @@ def test_a_clone_made_during_a_call_has_what_the_user_declared():
     assert list(model.layers) == [Layer(3)]
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
 def test_interceptors_and_captures_see_the_calls_that_they_see_in_flax(policy):
     def seen(model, x):
@@ -109,6 +111,7 @@ NORMS: dict[str, Any] = {"LayerNorm": {}, "RMSNorm": {}, "InstanceNorm": {}} | {
 }
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("lift", [lambda cls: cls, our_nn.remat, our_nn.jit])
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_captured_output_is_what_the_call_returned(norm, lift):
@@ -161,6 +164,7 @@ def test_the_name_stack_names_each_layer_once_and_a_boundarys_casts(policy):
     assert ours[2:] == (casts if policy else theirs[2:])
 
 
+@pytest.mark.slow
 def test_share_scope_perturb_and_sow_work_under_a_policy():
     class Model(our_nn.Module):
         @our_nn.compact

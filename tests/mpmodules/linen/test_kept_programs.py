@@ -99,6 +99,7 @@ def different() -> list[tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]]:
     ]
 
 
+@pytest.mark.slow
 @WAYS
 def test_what_differs_is_traced(make, variables):
     for _ in range(3):
@@ -118,6 +119,7 @@ def test_another_policy_is_traced(variables):
     assert len(traced) == 3
 
 
+@pytest.mark.cases(fast=1)
 @WAYS
 def test_a_config_that_changed_is_read_again(make, variables):
     config = Config()
@@ -127,6 +129,7 @@ def test_a_config_that_changed_is_read_again(make, variables):
     close(model.apply(variables, X), THEIRS(config=config).apply(variables, X))
 
 
+@pytest.mark.cases(fast=1)
 @WAYS
 def test_random_streams_and_statistics_are_flaxs_at_each_call(make, variables):
     model = make()
@@ -144,6 +147,7 @@ def test_random_streams_and_statistics_are_flaxs_at_each_call(make, variables):
         model.apply(variables, X, True, mutable=["batch_stats"])
 
 
+@pytest.mark.cases(fast=1)
 @WAYS
 def test_a_bound_model_draws_other_numbers_at_each_call(make, variables):
     def masks(model):
@@ -156,6 +160,7 @@ def test_a_bound_model_draws_other_numbers_at_each_call(make, variables):
     assert not np.array_equal(first[-1], first[-2])
 
 
+@pytest.mark.cases(fast=1)
 @WAYS
 def test_sown_values_and_captures_are_those_of_the_call(make, variables):
     model = make()
@@ -211,6 +216,7 @@ def test_no_program_holds_arrays_of_a_call(variables):
     ours().apply(variables, X)
 
 
+@pytest.mark.slow
 def test_rules_are_checked_at_each_call(variables):
     class Root(nn.Module):
         own_code = "keep"

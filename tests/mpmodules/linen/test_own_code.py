@@ -33,6 +33,7 @@ def scans(x: jax.Array) -> jax.Array:
     return Projection(4)(y + carry[:, None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "carry"), [(Layers(), "bfloat16"), (compact(scans, flax_nn)(), "float32")]
 )
@@ -46,6 +47,7 @@ def test_a_scan_of_layers_hands_on_half_and_a_cell_keeps_its_carry(model, carry)
     assert scan.outvars[0].aval.dtype == carry
 
 
+@pytest.mark.slow
 def test_other_entries_bound_and_inside_of_another_model():
     model = nn.apply_policy(Net(), MIXED)
     for method in ("hidden", Net.hidden, lambda net, x: net.block(x)[0]):
@@ -95,6 +97,7 @@ class Tied(nn.Module):
         return self.head(x) + self.words.attend(x).astype(self.head(x).dtype)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("rule", "dtype"), [("f32", "float32"), ("mixed_bfloat16", "bfloat16")])
 def test_a_tied_parameter_follows_its_reader(rule: str, dtype: str) -> None:
     model: Any = Tied()
@@ -133,6 +136,7 @@ class Kept(nn.Module):
         return x
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("text", ["mixed_bfloat16", "bfloat16"])
 def test_all_floats_are_float32_to_the_code_and_others_as_stored(text: str) -> None:
     seen: list[Any] = []
@@ -187,6 +191,7 @@ class Borrows(nn.Module):
         return self.lends(x) + getattr(self.lends, self.how)()(x)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("how", ["layer", "function"])
 def test_a_method_may_return_a_module_or_a_function(how: str) -> None:
     with use_policy("mixed_bfloat16"):
@@ -233,6 +238,7 @@ def lifted(nn: Any, how: str, where: str) -> Any:
     return Outer if where == "inside" else LIFTS[how](block(nn))
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("how", LIFTS)
 @pytest.mark.parametrize("where", ["outermost", "inside"])
 @pytest.mark.parametrize("way", ["ours", "port"])
@@ -255,6 +261,7 @@ def test_lifted_classes_multiply_in_half_and_sum_gradients_in_float32(way, how, 
     np.testing.assert_allclose(out, truth, atol=0.05 * float(jnp.abs(truth).max()))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("how", ["jit", "remat"])
 def test_lifted_methods(how):
     class Outer(nn.Module):
@@ -304,6 +311,7 @@ def fresh_cache(nn: Any, how: str, where: str) -> Any:
     return Outer() if where == "scan" or "inside" in where else Writes()
 
 
+@pytest.mark.cases(fast=1, slow=8)
 @pytest.mark.parametrize("where", ["alone", "inside", "setup", "inside, setup", "scan"])
 @pytest.mark.parametrize("wing", ["ours", "port"])
 @pytest.mark.parametrize("how", ["slice", "at"])
@@ -324,6 +332,7 @@ def test_a_fresh_cache_in_half_may_be_written_with_what_the_code_computes(how, w
     jax.tree.map(np.testing.assert_array_equal, fresh["cache"], variables["cache"])
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("wing", [nn, flax_nn], ids=["ours", "a port"])
 def test_a_logical_constraint_shards_what_compute_dtype_has(wing: Any) -> None:
     class Model(wing.Module):

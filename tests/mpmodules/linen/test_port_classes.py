@@ -217,6 +217,7 @@ ENTRIES: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @pytest.mark.parametrize(("model", "method"), ENTRIES.values(), ids=ENTRIES)
 def test_a_method_however_it_is_given_is_a_boundary(model, method):
     ported = apply_policy(model, MIXED)
@@ -268,6 +269,7 @@ def test_a_users_subclass_of_a_layer_keeps_its_methods_and_its_constructor(layer
         assert jax.eval_shape(lambda p=ported: p.init_with_output(KEY, X)[0]).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_ports_that_differ_in_an_option_share_no_trace():
     class Block(nn.Module):
         @nn.jit
@@ -372,6 +374,7 @@ def expected(name: str, dtype: str) -> str:
     return next((kind for part, kind in others.items() if part in name), dtype)
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("name", MAKERS)
 def test_parameters_that_a_module_creates_itself_come_in_param_dtype(name):
     model = MAKERS[name]
@@ -383,6 +386,7 @@ def test_parameters_that_a_module_creates_itself_come_in_param_dtype(name):
     assert matmul_dtypes(keeping(model, "bfloat16"), X) == {"bfloat16"}
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("name", ["compact", "setup", "boxed", "scan", "vmap"])
 def test_their_values_are_those_of_the_initialisers_in_float32_rounded(name):
     maker = MAKERS[name]
@@ -395,6 +399,7 @@ def test_their_values_are_those_of_the_initialisers_in_float32_rounded(name):
         np.testing.assert_array_equal(same, written)
 
 
+@pytest.mark.slow
 def test_parameters_that_apply_is_given_stay_as_they_are():
     variables = Kernel().init(KEY, X)
     model = keeping(Kernel(), "bf16")

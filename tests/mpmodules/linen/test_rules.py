@@ -122,6 +122,7 @@ RULES: dict[str, tuple[Any, Any, str]] = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @pytest.mark.parametrize("what", RULES)
 def test_rules_reach(what):
     policy, rules, text = RULES[what]
@@ -156,6 +157,7 @@ def test_rules_hold_under_a_lifted_class_and_in_a_scan():
         assert at(compute_dtypes(Model()), "body/dense") == {"float32"}
 
 
+@pytest.mark.slow
 def test_rules_that_match_nothing_are_an_error_that_names_them_and_lists_the_paths():
     rules = [("head", "f32"), ("encoder/.*nrom", "f32"), (nn.Conv, "f32"), ("tail", "f32")]
     text = re.escape(
@@ -202,6 +204,7 @@ def test_a_rule_into_a_jitted_block_is_checked_on_the_first_and_not_on_the_cache
             Model().apply(variables, X)
 
 
+@pytest.mark.slow
 def test_an_error_inside_the_model_is_not_hidden_by_the_check():
     def fail(x):
         raise RuntimeError("on purpose")
@@ -358,6 +361,7 @@ def test_a_block_around_the_call_is_an_answer_whatever_it_says():
     autocast(net().apply, MIXED)(variables, ROWS)  # which is one, too
 
 
+@pytest.mark.slow
 def test_other_models_summaries_and_reports_are_silent():
     net, variables = initialised()
     other = small()
@@ -381,6 +385,7 @@ def test_other_models_summaries_and_reports_are_silent():
     compare(net().apply, variables, ROWS, policy=MIXED)
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_a_model_that_is_gone():
     model = small()()
     with use_policy(MIXED):

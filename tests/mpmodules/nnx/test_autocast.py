@@ -52,6 +52,7 @@ def model() -> Any:
     return Model(flax_nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_a_model_a_method_and_a_function_of_one_are_near_float32_and_change_its_state(model):
     plain, cast = flax_nnx.clone(model), autocast(model, "mixed_bfloat16")
     for _ in range(2):  # the second call draws another mask, and updates the statistics again
@@ -81,6 +82,7 @@ def test_new_weights_are_seen_without_another_trace(model):
     assert len(traces) == count
 
 
+@pytest.mark.slow
 def test_gradients_are_float32s_to_a_few_bits_in_either_order(model):
     model.drop.deterministic = True
     truth = flax_nnx.grad(loss_fn)(flax_nnx.clone(model), X)
@@ -92,6 +94,7 @@ def test_gradients_are_float32s_to_a_few_bits_in_either_order(model):
         assert np.linalg.norm(whole[0] - whole[1]) < 0.05 * np.linalg.norm(whole[1])
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("differentiated", [False, True])
 def test_rules_reach_the_modules_of_a_flax_model_by_their_path(model, differentiated):
     cast = autocast(loss_fn, "mixed_bfloat16", rules={"layers/1/up": "f32"})
@@ -115,6 +118,7 @@ def test_a_report_names_modules_and_parameters(model):
     assert not report.wide_matmuls and not report.opaque_matmuls
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("first", [(), ("mpmodules.nnx",)], ids=["policy alone", "mpmodules"])
 def test_the_functional_idiom_is_that_of_jit_whatever_is_imported(first):
     assert "done" in run_python("-m", "tests.mpmodules.nnx.functional_idiom", *first)
@@ -152,6 +156,7 @@ class Scaled(flax_nnx.Module):
         return next(iter(self.static["scales"] if isinstance(self.static, dict) else self.static))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     "static", [[2.0, 3], {"scales": [2.0], "of": {2}}, {2.0}, Scale(2.0)], ids=type
 )
@@ -186,6 +191,7 @@ def test_lists_of_equal_contents_share_a_program_and_others_do_not():
     assert len(traces) == 6 * count
 
 
+@pytest.mark.slow
 def test_layers_that_are_static_in_a_set_are_read_at_each_call():
     class Holder(flax_nnx.Module, pytree=False):
         def __init__(self) -> None:

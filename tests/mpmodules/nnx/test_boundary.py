@@ -92,6 +92,7 @@ def test_a_state_passes_by_value_and_a_graph_by_identity(receives):
         assert receives(X, graph)[1] is graph
 
 
+@pytest.mark.slow
 def test_what_an_argument_holds_is_changed_as_by_flax():
     def call(given, x):
         norm, theirs, dropout, rngs, count = given
@@ -121,6 +122,7 @@ def casts(function) -> list[Any]:
     return [(op.outputs[0], op.within) for op in boundary_casts(operations(function, X))]
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("repeat", [False, True])
 def test_a_model_in_lax_scan_and_checkpoint_keeps_one_boundary(repeat):
     def scanned(x):
@@ -145,6 +147,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("how", TRANSFORMS)
 def test_a_transformed_method_has_one_cast_in_where_inputs_are_used_and_one_out(how):
     class Model(Net):
@@ -200,6 +203,7 @@ BUILDERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", BUILDERS)
 def test_a_model_built_inside_a_transform_captures_the_policy_in_force(by):
     with use_policy("bf16"):

@@ -42,6 +42,7 @@ def stored(model):
     return {leaf.dtype for leaf in jax.tree.leaves(state(model))}
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16", "bfloat16", "float32"))
 @pytest.mark.parametrize("name", ("LoRA", "LoRALinear"))
 def test_dtypes_of_a_ported_lora_are_the_policys(name, policy):
@@ -72,6 +73,7 @@ def test_explicit_dtypes_of_the_low_rank_part_are_obeyed():
     assert layer.lora.dtype == jnp.float32 and layer(X).dtype == jnp.bfloat16
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(("name", "over"), (("LoRA", ""), ("LoRA", "a layer"), ("LoRALinear", "")))
 def test_one_that_is_a_boundary_returns_accumulators_and_runs_backward_in_half(name, over):
     def make(policy):
@@ -212,6 +214,7 @@ def test_an_ema_of_float32_params_is_flaxs():
     assert ours.apply_to(model).kernel is ours.params["kernel"]
 
 
+@pytest.mark.cases(fast=1)
 @newer
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_ema_of_half_precision_params_is_refused_by_name(dtype):
@@ -223,6 +226,7 @@ def test_an_ema_of_half_precision_params_is_refused_by_name(dtype):
     nnx.EMA(linear(dtype), 0.9, only=nnx.BatchStat)  # tracks none of them
 
 
+@pytest.mark.slow
 @newer
 def test_an_ema_of_half_params_stands_still_in_flax_and_the_masters_average_follows():
     model: Any = linear(jnp.bfloat16)

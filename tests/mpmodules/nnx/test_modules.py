@@ -34,6 +34,7 @@ class Net(nnx.Module):
         return self.norm(self.linear(x))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("cls", "expected"),
     [
@@ -103,6 +104,7 @@ def test_the_signature_shows_dtype_policy():
     assert list(inspect.signature(Open).parameters) == ["width", "dtype_policy", "options"]
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("base", [flax_nnx.Module, nnx.Module])
 def test_a_class_is_mapped_over_as_in_flax(base):
     class Block(base):
@@ -229,6 +231,7 @@ def test_multiple_inheritance_with_a_flax_module_is_one_of_ours():
 TOLD = {MIXED: f"under '{MIXED}'", None: "under no policy"}
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(("policy", "told"), TOLD.items())
 def test_a_scope_around_a_call_changes_no_layer_and_warns_once(policy, told):
     net = Net(dtype_policy=policy, rngs=nnx.Rngs(0))
@@ -244,6 +247,7 @@ def test_a_scope_around_a_call_changes_no_layer_and_warns_once(policy, told):
         net(X)
 
 
+@pytest.mark.slow
 def test_a_method_that_init_calls_does_not_warn_that_the_module_has_no_policy():
     class Built(nnx.Module):
         def __init__(self, *, rngs):
@@ -310,6 +314,7 @@ def test_display_repr_and_tabulate_show_the_policy_and_do_not_fail(net, capsys):
     assert "BatchNorm" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_train_eval_view_and_set_attributes_reach_our_layers(net):
     net.eval()
     assert net.norm.use_running_average
@@ -351,6 +356,7 @@ def test_capture_sow_and_perturb_see_rounded_float32_inside():
     np.testing.assert_array_equal(hidden, hidden.astype(jnp.bfloat16).astype(jnp.float32))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
 def test_capturing_every_method_s_output_shows_what_flax_shows(policy):
     def captured(module, **options):
@@ -381,6 +387,7 @@ def test_capturing_every_method_s_output_shows_what_flax_shows(policy):
     assert captured(nnx, **options) == captured(flax_nnx)
 
 
+@pytest.mark.slow
 def test_ours_run_in_linen_through_flax_s_bridge():
     model = flax_nnx.bridge.to_linen(nnx.Linear, 4, 4, dtype_policy="mixed_bfloat16")
     variables = model.init(jax.random.key(0), ROWS)

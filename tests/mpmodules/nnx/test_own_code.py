@@ -56,6 +56,7 @@ class Stateful(flax_nnx.Module):
         return self.own(x)
 
 
+@pytest.mark.slow
 def test_all_kinds_of_state_are_changed_as_a_plain_call_changes_them():
     half, wide = ported(Stateful(flax_nnx.Rngs(0))), Stateful(flax_nnx.Rngs(0))
     for model in (half, wide):
@@ -68,6 +69,7 @@ def test_all_kinds_of_state_are_changed_as_a_plain_call_changes_them():
     assert half.pair.get_value()[1][0] == half.raw[0] == 2 and half.none.get_value() is None
 
 
+@pytest.mark.slow
 def test_no_tracer_is_leaked_no_parameter_touched_and_a_closed_over_model_differentiated():
     model = ported(NnxProjection(16, 4, flax_nnx.Rngs(0)))
     before = jax.tree.leaves(flax_nnx.state(model, flax_nnx.Param))
@@ -102,6 +104,7 @@ READS: dict[str, Any] = {
 OTHERS = {"integers": "int32", "key": "key<fry>"}
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("text", ["mixed_bfloat16", "bfloat16"])
 def test_each_way_to_read_gives_float32_and_others_as_stored(text: str) -> None:
     class Reads(nnx.Module):
@@ -150,6 +153,7 @@ class Tied(nnx.Module):
         return y + (x @ self.table.T).astype(y.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "dtype"), [("f32", "float32"), ("mixed_bfloat16", "bfloat16")])
 def test_a_tied_parameter_follows_its_reader(rule: str, dtype: str) -> None:
     model = nnx.apply_policy(Tied(), "mixed_bfloat16", {"head": rule})
@@ -215,6 +219,7 @@ class Lends(nnx.Module):
         return self.layer[1](x) * self.w
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrap",
     [lambda f: f, lambda f: lambda m: flax_nnx.grad(lambda m: (f(m), m(ROWS).sum())[1])(m)],
@@ -311,6 +316,7 @@ def around(modules: Any, how: str) -> Any:
     return Around
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("how", RUNS)
 @pytest.mark.parametrize("where", ["outermost", "inside"])
 @pytest.mark.parametrize("way", ["ours", "port"])

@@ -175,6 +175,7 @@ def test_rules_by_class_take_flax_s_class_ours_a_user_s_and_their_subclasses(mod
     assert found["blocks/1/attn/out"] == get_policy("f16")
 
 
+@pytest.mark.slow
 def test_a_change_of_mind_copies_no_array_that_keeps_its_dtype_and_forgets_the_rules(model):
     theirs = apply_policy(model, "mixed_bfloat16", {"heads/b": "f32", "blocks": "f16"})
     assert theirs.heads.a.kernel.get_value() is model.heads.a.kernel.get_value()
@@ -230,6 +231,7 @@ def test_an_attention_fn_of_the_user_s_own_stays_in_place():
     assert calls == [BF16]
 
 
+@pytest.mark.slow
 def test_split_merged_and_abstract_models_get_and_keep_a_policy(model):
     definition, state = flax_nnx.split(model)
     theirs = apply_policy(flax_nnx.merge(definition, state, copy=True), "mixed_bfloat16")
@@ -241,6 +243,7 @@ def test_split_merged_and_abstract_models_get_and_keep_a_policy(model):
     assert {leaf.dtype for leaf in params} == {BF16}
 
 
+@pytest.mark.slow
 def test_an_optimizer_made_for_the_copy_trains_it_alone(model):
     before = jax.tree.map(np.asarray, flax_nnx.state(model, flax_nnx.Param))
     ported = apply_policy(model, "mixed_bfloat16")
@@ -267,6 +270,7 @@ def test_bare_parameters_of_a_module_are_cast_and_cycles_end():
     assert bare(np.ones((2, 4), np.float32)).dtype == BF16
 
 
+@pytest.mark.slow
 def test_complex_layers_keep_their_dtypes():
     layer = flax_nnx.Linear(4, 4, param_dtype=jnp.complex64, rngs=flax_nnx.Rngs(0))
     layer = apply_policy(layer, "bf16")
@@ -274,6 +278,7 @@ def test_complex_layers_keep_their_dtypes():
     assert layer(np.ones((2, 4), np.complex64)).dtype == jnp.complex64
 
 
+@pytest.mark.slow
 def test_a_model_with_a_metaclass_of_its_own_is_adopted():
     class Meta(type(flax_nnx.Module)):
         pass
@@ -321,6 +326,7 @@ def plain():
     return Plain(rngs=flax_nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_the_state_and_the_structure_of_the_graph_stay():
     model = plain()
     before = flax_nnx.state(model)
@@ -337,6 +343,7 @@ def test_the_state_and_the_structure_of_the_graph_stay():
         np.testing.assert_array_equal(twin(X), model(X))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("below", ["", "nets/0/"])  # a list of a module that is a pytree
 def test_layers_in_nested_lists_tuples_and_dicts_obey_rules_by_their_paths(below):
     rules = {"blocks/0/linear": "f32", "blocks/0/norms/0": "f16", "pair/1/0": "bf16"}
@@ -379,6 +386,7 @@ def types_of(model):
     return {path: type(node) for path, node in graph if isinstance(node, flax_nnx.Pytree)}
 
 
+@pytest.mark.slow
 def test_layers_are_ours_and_other_modules_are_of_subclasses_of_the_same_name(model):
     port = apply_policy(model, MIXED)
     before, after = types_of(model), types_of(port)
@@ -510,6 +518,7 @@ def test_methods_stored_as_attributes_are_those_of_the_port():
     assert model(X).dtype == BF16 and theirs(X).dtype == F32
 
 
+@pytest.mark.slow
 def test_importing_wraps_nothing_and_a_pickle_obeys_in_a_fresh_process(tmp_path):
     rngs = flax_nnx.Rngs(0)
     model = flax_nnx.Sequential(flax_nnx.Linear(4, 4, rngs=rngs), flax_nnx.LayerNorm(4, rngs=rngs))
@@ -537,6 +546,7 @@ assert ":bf16[2,4] = dot_general" in str(jax.make_jaxpr(lambda x: model(x))(x))
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
+@pytest.mark.slow
 def test_what_a_call_puts_on_a_layer_lands_on_the_layer():
     layer: Any = flax_nnx.MultiHeadAttention(2, 4, decode=True, rngs=flax_nnx.Rngs(0))
     layer = apply_policy(layer, MIXED)
@@ -567,6 +577,7 @@ def test_a_linen_module_inside_runs_as_it_is_and_its_parameters_are_cast():
     assert model(X).dtype == BF16
 
 
+@pytest.mark.slow
 def test_subclasses_of_flax_s_layers_reach_what_is_ours_by_super():
     class Cell(flax_nnx.LSTMCell):
         def initialize_carry(self, *args, **kwargs):

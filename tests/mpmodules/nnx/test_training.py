@@ -74,6 +74,7 @@ def model() -> Any:
     return made
 
 
+@pytest.mark.slow
 def test_gradients_and_updates_equal_flaxs():
     ours, theirs = Small(), Small()
     value, gradients = value_and_grad(loss_of, loss_scale=2.0**10)(ours, X)
@@ -87,6 +88,7 @@ def test_gradients_and_updates_equal_flaxs():
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.slow
 def test_gradients_of_half_params_are_float32_and_complex_losses_differentiate_as_in_flax():
     gradients = grad(loss_of)(Small(jnp.bfloat16), X)
     assert dtypes(gradients) == {jnp.dtype(jnp.float32)}
@@ -95,6 +97,7 @@ def test_gradients_of_half_params_are_float32_and_complex_losses_differentiate_a
     np.testing.assert_array_equal(gradients["w"][...], 2.0 + 4.0j)
 
 
+@pytest.mark.slow
 def test_compute_gradients_are_still_scaled_and_rounded(model):
     scaled = grad(loss_of, loss_scale=8.0, grads="compute", policy="mixed_bfloat16")(model, X)
     assert isinstance(scaled, ScaledGradients)
@@ -103,6 +106,7 @@ def test_compute_gradients_are_still_scaled_and_rounded(model):
     assert_close(scaled.tree, plain, rtol=2.0**-8, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_aux_argnums_and_filters_work_as_in_flax():
     model = Small()
 
@@ -129,6 +133,7 @@ def test_the_framework_free_one_refuses_a_model_and_takes_its_state(model):
     assert_close(gradients, flax_nnx.grad(loss_of)(model, X), rtol=1e-6)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("loss_scale", [None, 8.0])
 def test_both_decorate_as_flaxs_do(model, loss_scale):
     with_aux = lambda model, x: (loss_of(model, x), "aux")  # noqa: E731
@@ -139,6 +144,7 @@ def test_both_decorate_as_flaxs_do(model, loss_scale):
     assert_equal(gradients, grad(loss_scale=loss_scale)(loss_of)(model, X))
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("loss_scale", [None, 8.0])
 @pytest.mark.parametrize("graph_updates", [True, False])
@@ -208,6 +214,7 @@ def everything(*parts):
     return [np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf) for leaf in leaves]
 
 
+@pytest.mark.slow
 def test_moments_in_8_bits_step_convert_and_resume_in_an_optimizer():
     def made(moments: Any = None) -> Any:
         model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
@@ -242,6 +249,7 @@ def test_moments_in_8_bits_step_convert_and_resume_in_an_optimizer():
 EACH_PARAM_DTYPE = pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "float16"])
 
 
+@pytest.mark.slow
 @EACH_PARAM_DTYPE
 def test_masters_are_read_with_the_models_own_state(policy):
     model, optimizer = trained(policy)
@@ -257,6 +265,7 @@ def test_masters_are_read_with_the_models_own_state(policy):
     assert_equal(average, jax.tree.map(lambda master: master / 2, masters))
 
 
+@pytest.mark.slow
 def test_hyperparameters_are_read_and_set_in_float32_and_masters_stay():
     model, step = Net(nnx.Rngs(0), dtype_policy="bfloat16"), train_step("float32")
     adamw = optax.inject_hyperparams(optax.adamw)(learning_rate=0.05)
@@ -275,6 +284,7 @@ def test_hyperparameters_are_read_and_set_in_float32_and_masters_stay():
     assert optax.tree.get(optimizer.opt_state, "learning_rate").dtype == jnp.float32
 
 
+@pytest.mark.cases(slow=2)
 @EACH_PARAM_DTYPE
 def test_resync_follows_what_was_written_to_the_model(policy):
     (model, optimizer), step = trained(policy), train_step("float32")
@@ -303,6 +313,7 @@ def test_params_beside_those_that_the_optimizer_steps_are_refused_by_name():
     assert master_params(nnx.state(model, only_head), optimizer)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16", "float16"])
 def test_scaled_gradients_step_as_true_ones_do_within_their_rounding(policy):
     ends = {}
@@ -319,6 +330,7 @@ def test_scaled_gradients_step_as_true_ones_do_within_their_rounding(policy):
     assert_close(ends["compute"], ends["float32"], rtol=0, atol=0.01)
 
 
+@pytest.mark.slow
 def test_float32_params_start_from_masters():
     of_training = nnx.state(Net(nnx.Rngs(7)), nnx.Param)
     model, optimizer = trained("bfloat16", None)
@@ -329,6 +341,7 @@ def test_float32_params_start_from_masters():
     train_step("compute")(model, optimizer, X)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(policy, tmp_path):
     checkpoint = pytest.importorskip("orbax.checkpoint")
@@ -347,6 +360,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(policy, tmp_path):
     assert loss_scale_of(again[1]).loss_scale == 2.0**11  # fell once, and grew twice
 
 
+@pytest.mark.slow
 def test_a_plain_transform_refuses_them_and_flaxs_errors_and_other_optimizer_stand():
     model, _ = trained("bfloat16", None)
     optimizer: Any = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)

@@ -150,6 +150,7 @@ def every_function_of_statistics_runs_in_reduction_dtype_forward_and_backward(wi
     assert narrow(both(wing, case, policy), FUNCTIONS, get_policy(policy)) <= set(exempt)
 
 
+@pytest.mark.slow
 def test_no_exception_is_out_of_use():
     """Layers without exceptions have none in use: every contract says so of them."""
     policy = get_policy("mixed_bfloat16")
@@ -204,6 +205,7 @@ CONTRACTS = (
 )
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @EACH_CASE
 def test_every_contract_holds_under_every_policy(wing, case):
     """One test, as all contracts are read from the same traces."""
@@ -212,6 +214,7 @@ def test_every_contract_holds_under_every_policy(wing, case):
             contract(wing, case, policy)
 
 
+@pytest.mark.cases(fast=1, slow=8)
 @pytest.mark.parametrize("inputs_in", (jnp.bfloat16, jnp.float16), ids=("bf16", "f16"))
 @EACH_CASE
 def test_half_inputs_have_the_dtypes_of_the_policy_forward_and_backward(wing, case, inputs_in):
@@ -229,6 +232,7 @@ def stored_and_returned(trace: Trace) -> Any:
     return trace.params, trace.rest, trace.out, trace.state, trace.param_gradients
 
 
+@pytest.mark.cases(fast=1, slow=37)
 @EACH_CASE
 def test_with_no_policy_float32_stays_float32(wing, case):
     trace = trace_of(wing, case, None)
@@ -244,6 +248,7 @@ def is_repaired(wing: str, case: Case) -> bool:
     return repaired or (wing, case.layer, case.setting) == ("nnx", "MultiHeadAttention", "decoding")
 
 
+@pytest.mark.cases(fast=2, slow=40)
 @pytest.mark.parametrize("given", ({}, {"dtype": jnp.bfloat16}), ids=("inferred", "bfloat16"))
 @pytest.mark.parametrize(
     "inputs_in", (jnp.float32, jnp.bfloat16), ids=("f32 inputs", "bf16 inputs")
@@ -266,6 +271,7 @@ def shapes_of(wing: str, case: Case, modules: Any, inputs_in: Any, given: dict[s
     return jax.eval_shape(lambda params, rest: run.apply(params, rest, run.inputs)[0], params, rest)
 
 
+@pytest.mark.cases(fast=1, slow=39)
 @EACH_CASE
 def test_with_no_policy_an_explicit_half_dtype_sums_in_float32(wing, case):
     # Flax multiplies float32 weights by half values there, and adds a float32 low-rank part to a
@@ -286,6 +292,7 @@ OF_NUMBERS = [
 ]
 
 
+@pytest.mark.cases(fast=1, slow=37)
 @each(OF_NUMBERS)
 def test_complex_inputs_give_under_a_policy_what_they_give_without(wing, case):
     with jax.numpy_dtype_promotion("standard"):
@@ -304,6 +311,7 @@ def x64():
         yield
 
 
+@pytest.mark.cases(fast=1, slow=29)
 @EACH_CASE
 def test_with_x64_a_half_policy_makes_no_float64(x64, wing, case):
     trace = traced(wing, case, "mixed_bfloat16")
@@ -320,6 +328,7 @@ def test_with_x64_a_half_policy_makes_no_float64(x64, wing, case):
 IN_FLOAT64 = [(wing, case) for wing, case in CASES if (wing, case.setting) != ("linen", "forced")]
 
 
+@pytest.mark.cases(fast=1, slow=25)
 @each(IN_FLOAT64)
 def test_with_x64_a_float64_policy_is_obeyed_everywhere(x64, wing, case):
     trace = traced(wing, case, "float64", inputs_in=jnp.float64)
@@ -329,6 +338,7 @@ def test_with_x64_a_float64_policy_is_obeyed_everywhere(x64, wing, case):
     assert not seen & (HALVES | {"float32"})
 
 
+@pytest.mark.cases(fast=1, slow=8)
 @pytest.mark.filterwarnings(
     "ignore:scatter inputs have incompatible types:FutureWarning"
 )  # nnx BatchNorm's statistics

@@ -50,6 +50,7 @@ def initial_values(wing: str, case: Case, modules: Any, **dtypes: Any) -> Any:
     return jax.jit(lambda key: run.init(key)[0])
 
 
+@pytest.mark.cases(fast=1, slow=21)
 @pytest.mark.parametrize("policy", ("mixed_bfloat16", "bfloat16"))
 @each(LAYERS)
 def test_a_layer_has_flaxs_tree_and_initial_values(wing, case, policy):
@@ -79,6 +80,7 @@ def assert_near(found: Any, expected: Any, ulps: float, dtype: Any) -> None:
         np.testing.assert_allclose(a.astype("float32"), b.astype("float32"), rtol=0, atol=atol)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 @each(LAYERS)
 def test_half_is_close_to_our_own_float32_jit_changes_nothing_and_empty_batches_pass(
@@ -107,6 +109,7 @@ def test_half_is_close_to_our_own_float32_jit_changes_nothing_and_empty_batches_
         assert_near(out, run(None)[0], 12 if "Attention" in case.layer else 4, compute)
 
 
+@pytest.mark.cases(fast=1, slow=7)
 @each(BARE)
 def test_a_layer_with_a_policy_of_its_own_stores_param_dtype_and_returns_output_dtype(wing, case):
     trace = traced(wing, case, None, dtype_policy="p=bf16,c=f16,o=f32")
@@ -128,6 +131,7 @@ MADE: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("policy", ("bfloat16", "float16"))
 @pytest.mark.parametrize("name", MADE)
 def test_an_initialiser_that_fails_in_half_runs_in_float32(name, policy):

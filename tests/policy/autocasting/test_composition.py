@@ -55,6 +55,7 @@ TRANSFORMED: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_it_is_transformed_as_any_function_and_transforms_what_was_transformed(name):
     args = (W, X[:, None, :]) if "vmap" in name else (W, X)
@@ -82,6 +83,7 @@ def test_it_nests_with_shard_map_either_way():
         assert set(dots(jax.grad(lambda w, fn=fn: fn(w, X).sum()), W)) == {HALVES}
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_arrays_keep_their_shardings(kind):
     the_mesh = mesh(kind)
@@ -97,6 +99,7 @@ def test_arrays_keep_their_shardings(kind):
     assert gradient.dtype == jnp.float32
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("batch", ["4", "b"])
 def test_it_is_exported_with_a_batch_of_any_size(batch):
     shape = jax.export.symbolic_shape(f"{batch}, 8")
@@ -145,6 +148,7 @@ def test_a_model_in_bfloat16_already_is_left_as_it_is():
     assert before == after
 
 
+@pytest.mark.slow
 def test_without_jit_it_computes_the_same():
     with jax.disable_jit():
         near(CAST(W, X), layer(W, X))
@@ -269,6 +273,7 @@ def test_a_nested_jit_keeps_its_shardings_and_donation():
         assert dots(fn, W, X) == [HALVES]
 
 
+@pytest.mark.slow
 def test_what_depends_on_the_platform_keeps_its_choice():
     table = jnp.arange(8.0)
 
@@ -335,6 +340,7 @@ SCANS: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", SCANS)
 def test_a_scan_in_which(name):
     fn = SCANS[name]
@@ -409,6 +415,7 @@ RULED: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", RULED)
 def test_the_authors_rule_is_kept(name):
     def fn(w, x):
@@ -447,6 +454,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_checkpoint_recomputes_what_its_policy_says(name):
     fn = lambda w, x: jax.checkpoint(block, policy=POLICIES[name])(w, x).sum()  # noqa: E731
@@ -491,6 +499,7 @@ def reduced(w: Any, x: Any) -> Any:
     )
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("fn", [referred, scattered, collected, reduced])
 def test_what_moves_and_joins_numbers_takes_half_ones(fn):
     cast = autocast(fn, BF16, params=0)
@@ -527,6 +536,7 @@ def linear(w: Any, x: Any) -> Any:
     return jax.custom_derivatives.linear_call(lambda r, v: v @ r, lambda r, ct: ct @ r.T, w, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [solved, rooted, linear])
 def test_solvers_and_linear_calls_run_in_float32(fn):
     x = jnp.abs(X) + 1.0

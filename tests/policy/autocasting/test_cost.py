@@ -68,6 +68,7 @@ def test_a_half_value_is_widened_once_for_all_float32_readers():
     assert casts_of(fn, NARROW, WIDE) == 2  # y and its absolute value
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     "activation", [nn.relu, nn.silu, jax.checkpoint(jnp.tanh)], ids=["relu", "silu", "checkpoint"]
 )
@@ -136,6 +137,7 @@ def test_operands_of_another_dtype_are_another_program():
     np.testing.assert_allclose(y, 4 * jnp.sum(NUMBERS), rtol=1e-2, atol=0.05)
 
 
+@pytest.mark.slow
 def test_names_stay_those_of_each_layer():
     class Model(flax.linen.Module):
         @flax.linen.compact
@@ -196,6 +198,7 @@ def value_of(kind: str, which: int, params: Any, args: Any, constants: Any) -> A
     return {"param": params["own"], "float32": args, "constant": constants}[kind][which]
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @POLICIES
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_the_cotangents_of_a_broadcast_are_summed_in_float32(name, policy):
@@ -259,6 +262,7 @@ def loss_of(name: str) -> Any:
     return loss
 
 
+@pytest.mark.cases(fast=1, slow=9)
 @POLICIES
 @pytest.mark.parametrize("name", MOVES)
 def test_the_cotangents_of_what_is_moved_are_summed_in_float32(name, policy):
@@ -276,6 +280,7 @@ def test_the_gradient_of_a_maximum_counts_more_ties_than_half_precision_has_numb
     np.testing.assert_allclose(found.sum(), 2.0, rtol=4e-3)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", ["max", "min", "wide max pool", "top_k", "sort", "film"])
 def test_no_float32_copy_is_saved(name):
     x, w = positive(64, 3), positive(3, 64)
@@ -292,6 +297,7 @@ def test_tangents_are_those_of_float32_and_a_map_changes_nothing():
     np.testing.assert_array_equal(mapped[0], fn(W, X))
 
 
+@pytest.mark.slow
 def test_a_small_array_that_is_not_differentiated_has_no_tangent():
     fn = autocast_of(lambda w, x: (x @ w) * lax.stop_gradient(x[:1] @ w) / (x[1:2] @ w))
     for i in range(2):

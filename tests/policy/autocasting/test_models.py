@@ -39,6 +39,7 @@ def floating(ops: list[Operation]) -> set[str]:
     return {dtype for op in ops for dtype in op.inputs if dtype in FLOATS}
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @EACH
 @POLICIES
 def test_matmuls_run_in_half_and_sums_in_float32_forward_and_backward(name, policy):
@@ -56,6 +57,7 @@ def test_matmuls_run_in_half_and_sums_in_float32_forward_and_backward(name, poli
         assert floating([op for op in named(ops, *SENSITIVE) if op.terms != 1]) <= {"float32"}
 
 
+@pytest.mark.cases(slow=2)
 @EACH
 def test_results_and_gradients_are_float32s_to_a_few_bits(name):
     model = MODELS[name]
@@ -77,6 +79,7 @@ def test_results_and_gradients_are_float32s_to_a_few_bits(name):
         assert kinds[0] == kinds[1]
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.batched])
 def test_it_maps_over_a_batch_in_either_order(name):
     model = MODELS[name]
@@ -103,6 +106,7 @@ PRODUCTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.filterwarnings("ignore:.*multiplies a value that was cast")
 @pytest.mark.parametrize("promotion", ["strict", "standard"])
 @POLICIES
@@ -185,6 +189,7 @@ FLOAT32: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=15)
 @POLICIES
 @pytest.mark.parametrize("given", ["float32", "half"])
 @pytest.mark.parametrize("name", FLOAT32)

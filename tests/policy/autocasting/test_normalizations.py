@@ -232,6 +232,7 @@ HALF = ("bfloat16",)
 FLOATS = ("bfloat16", "float16", "float32")
 
 
+@pytest.mark.cases(fast=8)
 @pytest.mark.parametrize("name", NORMS)
 def test_it_runs_in_float32_and_hands_on_half(name):
     fn = autocast(lambda p, x: jnp.tanh(NORMS[name](p, x @ p["w"])) @ p["w"], BF16)
@@ -253,6 +254,7 @@ DIFFERENTIATED += ("a rule for all of it", "a scan over rows", "sums in a scan",
 DIFFERENTIATED += ("flax BatchNorm",)
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_gradients_are_those_of_float32_to_the_rounding_of_the_matmuls(name):
     weights = jnp.sin(jnp.arange(X.size, dtype=jnp.float32)).reshape(X.shape)
@@ -279,6 +281,7 @@ def test_paths_that_are_named_are_normalisations():
     assert {r.done for r in report.records if r.primitive == "add"} == {"float32, read in half"}
 
 
+@pytest.mark.slow
 def test_a_rule_for_its_path_decides():
     def fn(p: Any, x: Any) -> Any:
         with jax.named_scope("inner"):

@@ -33,6 +33,7 @@ normal = normals(1)
 X = normal(4, 8)
 
 
+@pytest.mark.cases(fast=1)
 @POLICIES
 def test_a_sum_carried_through_4096_steps_is_float32s(policy):
     values = jnp.asarray(RNG.uniform(size=4096), jnp.float32)
@@ -86,6 +87,7 @@ MASKS: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=7)
 @POLICIES
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_row_that_sees_nothing_stays_finite(mask, policy):
@@ -96,6 +98,7 @@ def test_a_row_that_sees_nothing_stays_finite(mask, policy):
     assert set(dots(fn, W, X)) == {(half_of(policy),) * 2}
 
 
+@pytest.mark.cases(fast=1)
 @POLICIES
 def test_an_additive_mask_given_as_an_input_is_not_narrowed(policy):
     fn = autocast(lambda w, x, mask: jax.nn.softmax((x @ w) @ x.T + mask) @ x, policy, params=0)
@@ -103,6 +106,7 @@ def test_an_additive_mask_given_as_an_input_is_not_narrowed(policy):
     assert np.all(np.isfinite(fn(W, X, CONSTANT)))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("epsilon", [1e-8, 1e-12])
 def test_a_small_number_does_not_vanish_in_float16(epsilon):
     def normalised(w, x):
@@ -114,6 +118,7 @@ def test_a_small_number_does_not_vanish_in_float16(epsilon):
     assert largest_error(found, jnp.sign(X.at[0].set(0.0) @ W)) < 1e-3
 
 
+@pytest.mark.slow
 def test_dropout_masks_are_bit_identical():
     def dropped(w, x):
         keep = jax.random.bernoulli(jax.random.key(3), 0.7, (4, 8))
@@ -134,6 +139,7 @@ NORMS = {
 }
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", NORMS)
 @POLICIES
 def test_a_value_times_itself_is_squared_in_float32_if_it_is_summed(policy, name):
@@ -162,6 +168,7 @@ def test_integer_positions_stay_exact():
     assert not {"bfloat16"}.intersection(*reads("add", shifted, W, X))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     "reduced",
     [
@@ -192,6 +199,7 @@ def uses(w: Any, x: Any) -> Any:
     return sum(jnp.sum((x * (1 + i / 64)) @ w) for i in range(64))
 
 
+@pytest.mark.cases(slow=1)
 @EITHER
 def test_the_gradient_of_a_weight_used_64_times_is_accumulated_in_float32(inside):
     fn = gradient_of(uses, inside)
@@ -200,6 +208,7 @@ def test_the_gradient_of_a_weight_used_64_times_is_accumulated_in_float32(inside
     assert largest_error(fn(W, jnp.abs(X)), jax.grad(uses)(W, jnp.abs(X))) < 4e-3
 
 
+@pytest.mark.cases(slow=1)
 @EITHER
 def test_the_gradient_of_a_recurrence_of_512_steps_is_accurate(inside):
     xs = normal(512, 2, 8)
@@ -218,6 +227,7 @@ def casts(fn: Any, *args: Any) -> list[tuple[str, ...]]:
     return sorted((*op.inputs, *op.outputs) for op in ops if op.inputs != op.outputs)
 
 
+@pytest.mark.cases(fast=1)
 @POLICIES
 def test_autocast_twice_is_autocast_once(policy):
     def fn(w, x):
@@ -230,6 +240,7 @@ def test_autocast_twice_is_autocast_once(policy):
     np.testing.assert_array_equal(twice(W, X), once(W, X))
 
 
+@pytest.mark.slow
 def test_a_softmax_and_its_gradient_are_float32s_from_the_logits_on():
     """Rounded shifts would cost up to half a unit of the largest logit; a rounded p - 1 cancels
     where p is almost 1.
@@ -269,6 +280,7 @@ def test_a_transposed_param_is_cast_and_then_transposed():
     assert largest_error(found, 2 * (x @ w.T).T @ x) < 1e-2
 
 
+@pytest.mark.slow
 def test_a_masks_lowest_float32_is_bfloat16s_lowest_and_never_infinite():
     def masked(w, x, mask):
         return jnp.where(mask, x @ w, jnp.finfo(jnp.float32).min)
@@ -281,6 +293,7 @@ def test_a_masks_lowest_float32_is_bfloat16s_lowest_and_never_infinite():
     assert largest_error(found[mask], masked(W, X, mask)[mask]) < 1e-2
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(("policy", "number"), [("mixed_float16", 1e5), ("mixed_float16", -1e-9)])
 def test_a_number_that_half_precision_loses_keeps_its_selection_in_float32(policy, number):
     program = autocast(lambda w, x: jnp.where(x > 0, x @ w, number), policy)
@@ -288,6 +301,7 @@ def test_a_number_that_half_precision_loses_keeps_its_selection_in_float32(polic
     assert (program(W, X)[X <= 0] == jnp.float32(number)).all()
 
 
+@pytest.mark.slow
 def test_a_matmul_of_a_real_number_with_a_complex_one_runs_as_it_was_traced():
     def f(weights, x):
         filters = lax.complex(weights, 2 * weights)

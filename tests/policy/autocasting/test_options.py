@@ -37,6 +37,7 @@ ISLANDS: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", ISLANDS)
 def test_an_island_is_in_float32_forward_and_backward(name):
     def loss(w, x):
@@ -95,6 +96,7 @@ def test_primitives_are_moved_by_name():
     assert dtypes(opaque=["tanh"], allow=["exp"]) == ["bfloat16", "float32", "float32"]
 
 
+@pytest.mark.slow
 def test_a_bias_widens_activations_in_the_conservative_preset_only():
     def fn(params, x):
         return jnp.tanh(x @ params["w"] + params["b"][None]) @ params["w"].T
@@ -105,6 +107,7 @@ def test_a_bias_widens_activations_in_the_conservative_preset_only():
         assert reads("dot_general tanh", found, params, X) == {HALVES, (dtype,)}
 
 
+@pytest.mark.slow
 def test_a_higher_order_primitive_that_is_opaque_runs_as_it_was_traced():
     def fn(w, x):
         return lax.scan(lambda x, _: (layer(w, x), None), x @ w, None, length=2)[0]
@@ -143,6 +146,7 @@ def test_it_takes_shapes_and_counts_each_kind_of_operation():
     assert not report.wide_matmuls
 
 
+@pytest.mark.slow
 def test_a_program_that_is_left_as_it_is_is_reported_where_it_holds_a_matmul():
     @jax.custom_batching.custom_vmap
     def product(x, w):
@@ -195,6 +199,7 @@ def test_wrong_input_is_refused(name):
         call()
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("params", [-2, "params", ["params"], (0,)])
 def test_params_are_named_by_position_or_name(params):
     assert autocast(scoped_layer, BF16, params=params)(W, X).shape == (4, 8)

@@ -69,6 +69,7 @@ def programs(fn: Any, **options: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("scan", [False, True], ids=["", "scan"])
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 def test_a_named_layer_is_in_float32_everywhere_and_no_other(remat, scan):
@@ -100,6 +101,7 @@ class Methods(nn.Module):
         return self.head(self.encode(x))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("rule", ["body", "Methods:body"])
 def test_a_layer_is_known_by_its_path_whatever_method_calls_it(rule):
     net = Methods()
@@ -128,6 +130,7 @@ def scoped(w: Any, x: Any) -> Any:
         return lax.scan(lambda x, _: (step(x), None), x, None, length=2)[0]
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("rule", ["second", "second/inner", "second/.*"])
 def test_scopes_of_plain_functions_are_paths_too(rule):
     w, x = SQUARE, normal(4, 8)
@@ -196,6 +199,7 @@ def carried_in(model: nn.Module, rules: Any) -> set[str]:
 LAYERS = PolicyRules({"layers": "bfloat16"})
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 def test_a_rule_for_scanned_layers_narrows_what_each_hands_to_the_next(remat: bool):
     net = Net(remat, scan=True)
@@ -255,6 +259,7 @@ class Doubled(nn.Dense):
         return 2 * super().__call__(x)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
 @pytest.mark.parametrize("rule", ["SelfAttention_0/query", "attend/query"])
 def test_a_layer_that_calls_its_base_class_goes_by_the_path_of_its_params(rule: str):

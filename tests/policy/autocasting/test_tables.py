@@ -125,6 +125,7 @@ def stream_of(fn: Any, *args: Any) -> str:
     return next(op.outputs[0] for op in reversed(adds) if op.path.endswith("stream"))
 
 
+@pytest.mark.cases(fast=1, slow=7)
 @POLICIES
 @pytest.mark.parametrize("name", ADDED)
 def test_a_table_leaves_the_activations_after_it_in_half_and_none_is_saved_in_float32(name, policy):
@@ -142,6 +143,7 @@ def test_a_table_leaves_the_activations_after_it_in_half_and_none_is_saved_in_fl
         assert len(wide) <= 1, way  # the input
 
 
+@pytest.mark.cases(fast=1)
 @POLICIES
 @pytest.mark.parametrize("einsum", [False, True])
 def test_positions_times_frequencies_are_float32s(policy, einsum):
@@ -171,6 +173,7 @@ def test_integers_times_frequencies_are_float32s_where_they_are_inputs(policy):
     assert largest_error(found, positions[:, None] * frequencies[None]) < 1e-6
 
 
+@pytest.mark.cases(fast=1)
 @POLICIES
 def test_a_difference_from_a_constant_is_rounded_once(policy):
     """Targets that a loss closes over: their differences are those of float32."""
@@ -198,6 +201,7 @@ class Averaging(flax_nn.Module):
         return stream(w, h)
 
 
+@pytest.mark.cases(fast=1)
 @POLICIES
 @pytest.mark.parametrize("way", ["port", "autocast"])
 def test_a_buffer_is_a_table_and_a_running_average_is_float32(policy, way):
@@ -245,6 +249,7 @@ def test_an_nnx_variable_that_no_call_writes_is_a_table(policy, way):
     assert stream_of(fn, state, X) == half_of(policy)
 
 
+@pytest.mark.cases(fast=1)
 @POLICIES
 def test_a_scaled_input_begins_a_stream(policy):
     scaled = lambda w, x: stream(w, stream(w, (x - 0.5) / 0.25) @ w)  # noqa: E731

@@ -66,6 +66,7 @@ def test_the_names_of_jmp_cast_to_full_and_half():
     assert policy.cast_to_output(jnp.ones(2)).dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_float64_is_refused_when_used_without_x64_and_not_before():
     policy = get_policy("float64")
     told = "asks for float64, but JAX runs with x64 disabled.*jax_enable_x64"

@@ -80,6 +80,7 @@ def test_policies_survive_their_text_pickle_and_copy():
         survives(Policy(*dtypes, reduction_dtype=reduction, cast_inputs=casts))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     "text", ["p=f32,c=bf16,o=f32", "p=f16,c=f64,o=bf16,r=f32", "p=f32,c=f16,o=f16,inputs=keep"]
 )

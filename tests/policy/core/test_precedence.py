@@ -50,6 +50,7 @@ def test_a_complex_dtype_stays_the_layer_s_own():
     assert (effective.policy, effective.dtype) == (MIXED, jnp.complex64)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("argument", "dtype"), [("dtype", "int8"), ("param_dtype", "int32"), ("dtype", jnp.float8_e5m2)]
 )
@@ -59,6 +60,7 @@ def test_a_dtype_that_a_layer_cannot_honour_is_refused(argument, dtype):
         _form(**{argument: dtype})
 
 
+@pytest.mark.slow
 def test_a_warning_comes_once_for_each_message():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -123,6 +123,7 @@ def test_a_rule_that_an_earlier_rule_hides_is_told_by_both_patterns(rules, hidde
     PolicyRules(rules, strict=False).check(modules, model="Net")
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     "rules",
     [

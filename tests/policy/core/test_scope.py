@@ -79,6 +79,7 @@ def _traced(transform):
     return transform(body), traces
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     "transform",
     [
@@ -169,6 +170,7 @@ def test_blocks_note_what_gave_the_policy_in_force_and_undo_it():
     assert str(current_scope().source) == "global"
 
 
+@pytest.mark.slow
 def test_what_is_inside_of_a_module_names_the_module_for_an_argument_and_the_rule_for_a_rule():
     argument, rule = Source("argument", "dtype_policy", own=True), Source("rule", "'a'", own=True)
     assert str(argument.for_those_inside("enc")) == "enclosing module: enc"
@@ -178,6 +180,7 @@ def test_what_is_inside_of_a_module_names_the_module_for_an_argument_and_the_rul
     assert str(overridden.for_those_inside("enc")) == "enclosing module: enc"
 
 
+@pytest.mark.slow
 def test_sources_are_equal_where_both_are_a_module_s_own_or_neither_is():
     assert Source("scope") == Source("global") and hash(Source("scope")) == hash(Source("global"))
     assert Source("argument", own=True) != Source("scope")

@@ -95,6 +95,7 @@ def hard_numbers(by: ScaledMatmul) -> np.ndarray:
     return rows.astype(F32)
 
 
+@pytest.mark.cases(fast=1)
 @texts
 @pytest.mark.parametrize("rounded", [F32, ml_dtypes.bfloat16])
 def test_codes_and_scales_are_those_of_the_specification(text, rounded):
@@ -118,6 +119,7 @@ def results(operation: Any, x: Any, w: Any, ct: Any) -> tuple[Any, ...]:
     return y, *pullback(jnp.asarray(ct, y.dtype))
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @texts
 @pytest.mark.parametrize("depth", [64, 40])
 def test_all_three_products_are_of_operands_rounded_along_what_they_contract(text, depth):
@@ -136,6 +138,7 @@ def test_all_three_products_are_of_operands_rounded_along_what_they_contract(tex
     np.testing.assert_allclose(dw, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.cases(slow=1)
 @texts
 def test_axes_of_a_batch_and_several_contracted_ones_are_laid_out_as_in_an_einsum(text):
     by = scaled(text)
@@ -155,6 +158,7 @@ def test_axes_of_a_batch_and_several_contracted_ones_are_laid_out_as_in_an_einsu
     assert found is not None and found.shape == (6, 2, 3)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("text", "bytes_"), [("mxfp8", 33 / 32), ("nvfp4", 9 / 16)])
 def test_residuals_are_codes_and_scales(text, bytes_):
     """In bytes of an element: XLA packs two of float4 into one."""
@@ -167,6 +171,7 @@ def test_residuals_are_codes_and_scales(text, bytes_):
     assert [a.dtype for a in found] == [jnp.float32, jnp.bfloat16, jnp.float32]
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @texts
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_not_finite_stays_not_finite(text, bad):
@@ -176,6 +181,7 @@ def test_not_finite_stays_not_finite(text, bad):
     assert y[2].all() and (by.scaling == "nvfp4" or not np.delete(y, 2, 0).any())
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("text", ["mxfp8", "nvfp4"])
 def test_exported_programs_multiply_codes_three_times(platform, text):
@@ -191,6 +197,7 @@ def test_exported_programs_multiply_codes_three_times(platform, text):
     assert all(line.split(" : (")[1].count(element) == 2 for line in dots)
 
 
+@pytest.mark.slow
 def test_a_type_that_jax_lacks_is_refused_by_name(monkeypatch):
     monkeypatch.delattr(jnp, "float4_e2m1fn")
     with pytest.raises(ValueError, match=r"JAX .* has no float4_e2m1fn: .* or m=f8"):

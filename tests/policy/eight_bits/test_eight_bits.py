@@ -42,6 +42,7 @@ def results(operation: Any, x: Any, w: Any, ct: Any = None) -> tuple[Any, ...]:
     return y, *pullback(jnp.cos(y) if ct is None else jnp.asarray(ct, y.dtype))
 
 
+@pytest.mark.cases(fast=2)
 @kinds
 @pytest.mark.parametrize("size", [0.0, 2.0**-140, 1e-30, 1.0, 3e38])
 def test_any_size_of_number_has_a_finite_scale_and_codes(kind, size):
@@ -52,6 +53,7 @@ def test_any_size_of_number_has_a_finite_scale_and_codes(kind, size):
     assert np.allclose(back, [[size, -size / 2]], rtol=0.07, atol=2.0**-126)
 
 
+@pytest.mark.slow
 def test_float8_scales_are_powers_of_two_and_int8s_are_exact():
     x = normal(16, 8) * 100
     powers = np.log2(np.asarray(quantize(x, (1,), scaled("f8").operands).scale))
@@ -85,6 +87,7 @@ def operands(made: Any, dtype: Any = jnp.float32) -> list[jax.Array]:
     return [normal(*shape, dtype=dtype) for shape in SHAPES[made]]
 
 
+@pytest.mark.cases(slow=1)
 @kinds
 @made_in
 def test_jit_vmap_scan_and_checkpoint_compute_the_same(made, kind):
@@ -101,6 +104,7 @@ def test_jit_vmap_scan_and_checkpoint_compute_the_same(made, kind):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.cases(slow=3)
 @kinds
 @made_in
 def test_second_derivatives_and_forward_mode_are_refused(made, kind):
@@ -123,6 +127,7 @@ def test_second_derivatives_and_forward_mode_are_refused(made, kind):
         jax.jacfwd(loss)(w)
 
 
+@pytest.mark.cases(slow=1)
 @kinds
 @made_in
 def test_residuals_are_codes_and_scales_and_gradients_have_the_operands_dtypes(made, kind):
@@ -135,6 +140,7 @@ def test_residuals_are_codes_and_scales_and_gradients_have_the_operands_dtypes(m
     assert [a.dtype for a in found] == [jnp.float32, jnp.bfloat16, jnp.float32]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "forward"), [("f8", 0.045), ("i8", 0.015)])
 def test_gaussian_operands_are_within_the_published_errors(kind, forward):
     x, w, ct = (normal(512, 512) for _ in range(3))
@@ -147,6 +153,7 @@ def test_gaussian_operands_are_within_the_published_errors(kind, forward):
     assert y.dtype == dx.dtype == dw.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 @kinds
 def test_of_rows_that_differ_in_size_a_scale_for_each_keeps_the_worst(kind):
     x, w = normal(512, 512) * jnp.exp(4 * normal(512, 1)), normal(512, 512)
@@ -160,6 +167,7 @@ def test_of_rows_that_differ_in_size_a_scale_for_each_keeps_the_worst(kind):
     assert worst(scaled(f"{kind}:tensor")) > 0.9
 
 
+@pytest.mark.cases(slow=3)
 @kinds
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_not_finite_stays_not_finite_in_its_row_alone(kind, bad):
@@ -168,6 +176,7 @@ def test_not_finite_stays_not_finite_in_its_row_alone(kind, bad):
     assert np.array_equal(np.isnan(y), np.arange(4)[:, None] == np.full((1, 3), 2))
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("numbers", "shapes"),
     [
@@ -188,6 +197,7 @@ def test_any_dimension_numbers_have_their_gradients(numbers, shapes, text):
         assert relative(found, np.asarray(true, np.float64)) < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", ["lhs", "rhs"])
 def test_a_weight_gradient_in_compute_dtype_is_not_rounded_to_8_bits(weight):
     lhs, rhs, ct = (normal(64, 64, dtype=jnp.bfloat16) for _ in range(3))
@@ -201,6 +211,7 @@ def test_a_weight_gradient_in_compute_dtype_is_not_rounded_to_8_bits(weight):
         assert (off < 0.004) == (i == ("lhs", "rhs").index(weight)) and off < 0.08
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("subscripts", "shapes", "is_one"),
     [
@@ -247,6 +258,7 @@ def test_an_operand_that_a_checkpoint_quantized_is_quantized_again_outside_of_it
     assert jnp.allclose(jax.grad(lambda x: run(x).sum())(x), 4, rtol=0.01)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(("platform", "kind"), [("cuda", "f8"), ("tpu", "f8"), ("tpu", "i8")])
 def test_exported_programs_multiply_in_8_bits_three_times(platform, kind):
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -287,6 +299,7 @@ def case(name: str) -> tuple[Any, ...]:
     return options, x, kernel, ct.astype(np.float32), truth
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 @pytest.mark.parametrize(("kind", "bound"), [("i8", 0.015), ("f8", 0.045)])
 def test_errors_are_those_of_rounding_to_8_bits(kind, bound, name):
@@ -308,12 +321,14 @@ def test_an_example_that_is_small_keeps_its_digits():
     assert worst["i8"] < 0.015 and worst["i8:tensor"] > 0.5
 
 
+@pytest.mark.slow
 def test_a_kernels_gradient_in_compute_dtype_is_exact_of_the_operands():
     options, x, kernel, ct, truth = case("strided")
     run = lambda x, k: scaled_conv(x, k, scaled("i8:compute"), **options)  # noqa: E731
     assert relative(results(run, x, kernel, ct)[2], truth[2]) < 1e-6
 
 
+@pytest.mark.cases(fast=1)
 @kinds
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_not_finite_stays_not_finite_in_its_example(kind, bad):
@@ -324,6 +339,7 @@ def test_not_finite_stays_not_finite_in_its_example(kind, bad):
     assert np.isfinite(dx).all() and np.isnan(dk).all()
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("backend", "kind", "message", "of_int32"),
     [

@@ -68,6 +68,7 @@ def planted(rows: Any, bad: float) -> Any:
     return rows.at[READ:].set(bad)
 
 
+@pytest.mark.cases(slow=2)
 @bads
 @pytest.mark.parametrize("text", ["i8", "f8", "i8:compute", "f8:compute", "f8:fast"])
 def test_each_experts_rows_are_multiplied_as_alone_whatever_other_rows_hold(text, bad):
@@ -82,6 +83,7 @@ def test_each_experts_rows_are_multiplied_as_alone_whatever_other_rows_hold(text
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(("text", "bound"), [("i8", 0.015), ("f8", 0.065), ("i8:tensor", 0.05)])
 def test_results_and_gradients_are_near_those_of_float64(text, bound):
     x, w, ct = normal(ROWS, 64), normal(4, 64, 48), normal(ROWS, 48)
@@ -112,6 +114,7 @@ def test_residuals_are_codes_and_scales(kind):
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in saved) < 0.55 * 2 * (x.size + w.size)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("numbers", "x_axes", "w_axes"),
     [
@@ -157,6 +160,7 @@ def layer(params: Any, x: Any) -> Any:
 PARAMS = {"up": normal(4, 64, 32, dtype=jnp.float32), "down": normal(4, 32, 16, dtype=jnp.float32)}
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @bads
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float8", "mixed_int8"])
 def test_rows_of_no_group_change_no_other_row_and_no_gradient(policy, bad):
@@ -206,6 +210,7 @@ def test_batches_of_ragged_matmuls_and_other_modes_stay_in_compute_dtype():
     assert "ragged_dot_general" in text and "i8[" not in text
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("experts", [1, 3, 8, 17])
 def test_any_number_of_experts_has_the_numbers_of_a_loop(experts):
     sizes = RNG.multinomial(60, np.full(experts, 1 / experts))

@@ -21,6 +21,7 @@ def logits(query, key):
     return policy.reductions.einsum("btnh,bsnh->btns", query, key)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_is_multiplied_and_float32_handed_on(dtype):
     query, key = operands(dtype)
@@ -30,6 +31,7 @@ def test_half_is_multiplied_and_float32_handed_on(dtype):
     assert_close_in_ulps(got, truth, 4, floor=1.0)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_gradients_are_matmuls_of_half_and_come_back_in_it(dtype):
     query, key = operands(dtype)
@@ -56,12 +58,14 @@ def test_float32_is_jax_s_own_einsum():
     assert_same_program(logits, theirs, operands(jnp.float32))
 
 
+@pytest.mark.slow
 def test_the_policy_s_reduction_dtype_is_what_is_handed_on():
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands(jnp.bfloat16)]
     with policy.use_policy("p=f32,c=bf16,o=f32,reduction=bf16"):
         assert jax.eval_shape(logits, *shapes).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_operands_of_two_dtypes_or_integers_are_refused():
     query, key = operands(jnp.bfloat16)
     told = "takes two floating operands of one dtype, but got"
@@ -86,6 +90,7 @@ def test_values_tangents_and_cotangents_pass_unchanged():
     np.testing.assert_array_equal(second, 6 * X)
 
 
+@pytest.mark.slow
 def test_a_barrier_is_in_programs_for_gpus_alone():
     traced = jax.jit(jax.grad(lambda x: jnp.sum(materialized(x) * x))).trace(X)
     for platform in ("cpu", "tpu", "cuda", "rocm"):

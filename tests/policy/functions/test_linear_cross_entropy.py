@@ -19,6 +19,7 @@ WEIGHTS[0, :3] = 0
 near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-6)
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("axis", [0, -1])
 @pytest.mark.parametrize("reduction", ["mean", "sum", None])
 @pytest.mark.parametrize("options", OPTIONS)
@@ -40,6 +41,7 @@ def test_loss_and_gradients_are_those_of_the_logits(options, reduction, axis):
     near(ours(X, KERNEL, BIAS), theirs(X, KERNEL, BIAS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, -1])
 def test_gradients_in_float32_are_within_2_ulps_of_float64(axis):
     rng, examples, classes = np.random.default_rng(0), 512, 2048
@@ -51,6 +53,7 @@ def test_gradients_in_float32_are_within_2_ulps_of_float64(axis):
         assert abs(ours - exact).max() < 2 * 2**-23 * abs(exact).max()
 
 
+@pytest.mark.slow
 def test_gradients_of_probable_labels_keep_their_digits():
     kernel = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
     kernel *= 4 / np.linalg.norm(kernel, axis=0)
@@ -90,6 +93,7 @@ def _exact_gradients(x, kernel, labels):
     return slope @ kernel.T, x.T @ slope
 
 
+@pytest.mark.slow
 def test_second_derivatives_are_those_of_the_logits():
     def penalty(loss, x):
         return jnp.sum(jax.grad(loss)(x) ** 2)
@@ -111,6 +115,7 @@ def test_forward_mode_is_refused_with_the_way_out():
 
 
 # The formula of float32 logits is off by 1.09 x 2^-8 and 0.97 x 2^-11, this by 1.06 and 0.88.
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("reduction", ["mean", None])
 @pytest.mark.parametrize(
     ("policy", "tolerance"), [("mixed_bfloat16", 1.1 * 2**-8), ("mixed_float16", 2**-11)]
@@ -143,6 +148,7 @@ def test_small_weights_and_a_loss_scale_lose_nothing_in_float16():
     jax.tree.map(lambda a, b: near(1e12 * a, b), small, one)
 
 
+@pytest.mark.slow
 def test_no_logits_of_all_examples_are_held():
     x, kernel = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 32), (32, 2048)))
     labels = jax.ShapeDtypeStruct((4096,), jnp.int32)
@@ -158,6 +164,7 @@ def test_no_logits_of_all_examples_are_held():
     assert temporaries(lambda x, w, y: of_logits(x, w, None, y).mean()) > logits
 
 
+@pytest.mark.slow
 def test_ignored_examples_may_hold_anything_and_none_left_costs_nothing():
     x = jnp.asarray(X).at[0, :3].set(jnp.nan)
     labels = jnp.asarray(LABELS).at[0, :3].set(-100)
@@ -175,6 +182,7 @@ def test_ignored_examples_may_hold_anything_and_none_left_costs_nothing():
     assert loss(X[:0], KERNEL, labels[:0]) == 0
 
 
+@pytest.mark.slow
 def test_it_is_a_loss_of_models_in_both_wings_and_under_autocast():
     with use_policy("mixed_bfloat16"):
         model = linen.Embed(48, 16)
@@ -193,6 +201,7 @@ def test_it_is_a_loss_of_models_in_both_wings_and_under_autocast():
     }
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     ("error", "message", "changes"),
     [

@@ -61,6 +61,7 @@ def of_float64(x, kernel, labels, soft_cap=0.0, z_loss=0.0):
     return loss.mean(), slope @ kernel.T, x.T @ slope, slope
 
 
+@pytest.mark.cases(fast=1, slow=8)
 @pytest.mark.parametrize(
     ("given", "options"),
     [
@@ -131,6 +132,7 @@ def test_nan_infinity_and_labels_out_of_range_are_not_hidden():
     assert np.isnan(found) and np.isnan(gradient[3]).all() and np.isfinite(gradient[4:]).all()
 
 
+@pytest.mark.slow
 def test_second_derivatives_are_those_of_the_logits():
     x, kernel, labels = operands()
 

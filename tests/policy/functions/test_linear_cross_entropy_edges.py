@@ -21,6 +21,7 @@ from tests.programs import named, operations
 near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-6)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("is_float64", [False, True])
 def test_errors_are_those_of_the_logits_formula_beside_float64(is_float64):
     rng = np.random.default_rng(0)
@@ -84,6 +85,7 @@ def test_chunks_are_chosen_by_the_examples_of_a_device(examples, devices, chunk_
     assert _counts(examples, devices, chunk_size) == found
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
 def test_labels_are_integers_of_any_width(dtype):
     labels = jnp.asarray(LABELS).at[1, 0].set(7)
@@ -91,6 +93,7 @@ def test_labels_are_integers_of_any_width(dtype):
     assert found == chunked(X, KERNEL, labels)
 
 
+@pytest.mark.slow
 def test_a_label_out_of_range_makes_the_loss_and_the_gradients_nan():
     for label in (50, -51, 2**31 - 1, -(2**31)):
         labels = jnp.asarray(LABELS).at[0, 0].set(label)
@@ -100,6 +103,7 @@ def test_a_label_out_of_range_makes_the_loss_and_the_gradients_nan():
     assert np.isnan(chunked(X, KERNEL, jnp.full(LABELS.shape, 2**32 - 1, jnp.uint32)))
 
 
+@pytest.mark.slow
 def test_nan_stays_nan_and_small_shapes_have_a_loss():
     gradient = jax.grad(lambda x: chunked(x, KERNEL, LABELS))(
         jnp.asarray(X).at[0, 0, 0].set(np.nan)
@@ -111,6 +115,7 @@ def test_nan_stays_nan_and_small_shapes_have_a_loss():
     near(chunked(1e4 * X, KERNEL, LABELS), of_logits(1e4 * X, KERNEL, None).mean())
 
 
+@pytest.mark.slow
 def test_none_is_the_loss_of_each_example_and_weights_may_be_a_mask():
     each = chunked(X, KERNEL, LABELS, reduction="none")
     near(each, of_logits(X, KERNEL, None))
@@ -118,6 +123,7 @@ def test_none_is_the_loss_of_each_example_and_weights_may_be_a_mask():
     near(chunked(X, KERNEL, LABELS, weights=mask), each[mask].mean())
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_under_vmap_scan_remat_and_microbatches_it_is_the_same_loss(options):
     def loss(kernel, x, labels, bias=None):
@@ -135,6 +141,7 @@ def test_under_vmap_scan_remat_and_microbatches_it_is_the_same_loss(options):
     near(accumulate_gradients(gradients_of, {"w": KERNEL}, batches)[1]["w"], truth)
 
 
+@pytest.mark.slow
 def test_hessians_in_reverse_mode_are_those_of_the_logits():
     x, labels = X[0, :2], LABELS[0, :2]
     ours = lambda x: chunked(x, KERNEL, labels, BIAS, chunk_size=1)  # noqa: E731
@@ -209,6 +216,7 @@ MODELS = {
 }
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("model", "text"),
     [
@@ -227,6 +235,7 @@ def test_in_models_it_multiplies_in_compute_dtype_and_audit_finds_nothing(model,
     assert not policy.audit(loss, params, backward=True).findings
 
 
+@pytest.mark.slow
 def test_a_rule_for_the_table_holds_for_its_loss_and_a_table_is_not_in_8_bits():
     for rules, text, half in (
         ({"embed": "float32"}, "mixed_bfloat16", "float32"),
@@ -237,6 +246,7 @@ def test_a_rule_for_the_table_holds_for_its_loss_and_a_table_is_not_in_8_bits():
         assert dots == {(half, half)}
 
 
+@pytest.mark.slow
 def test_compare_and_estimate_read_it():
     compared = policy.compare(
         lambda w: chunked(X, w, LABELS), jnp.asarray(KERNEL), policy="mixed_bfloat16"

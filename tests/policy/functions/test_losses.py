@@ -20,6 +20,7 @@ def _logits(dtype, offset=0.0):
     ).astype(dtype)
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-3])
 @pytest.mark.parametrize(("dtype", "offset"), [*((dtype, 0) for dtype in HALVES), (HALVES[0], 1e3)])
@@ -38,6 +39,7 @@ def test_cross_entropy_is_float64_s_to_float32_precision(dtype, offset, z_loss, 
         np.testing.assert_allclose(loss, truth, rtol=2e-6)
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_gradient_is_softmax_minus_target_rounded_once(dtype, offset):
@@ -60,6 +62,7 @@ def test_backward_keeps_the_half_logits_and_no_wider_copy():
     assert [leaf.dtype for leaf in kept] == [jnp.bfloat16]
 
 
+@pytest.mark.slow
 def test_the_compiled_step_holds_and_moves_no_more_than_optax_s_in_half():
     logits, labels = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16), jnp.zeros(64, int)
 
@@ -78,6 +81,7 @@ def test_the_compiled_step_holds_and_moves_no_more_than_optax_s_in_half():
     assert ours[1] <= optax_s[1] + few
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "extreme"), [(jnp.bfloat16, 1e4), (jnp.float16, 6e4)])
 def test_extreme_logits_cost_their_distance(dtype, extreme):
     logits = jnp.array([[extreme, -extreme]], dtype)
@@ -87,6 +91,7 @@ def test_extreme_logits_cost_their_distance(dtype, extreme):
     np.testing.assert_allclose(binary, [[largest] * 2], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_other_axes_and_masked_classes():
     logits = _logits(jnp.bfloat16)
     rows = sparse(logits, jnp.asarray(LABELS))
@@ -110,6 +115,7 @@ def test_a_label_is_the_flat_index_into_a_tuple_of_axes():
         np.testing.assert_allclose(sparse(*given), theirs, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "labels", [np.array([5], np.uint8), np.array([5], np.int8), np.array([-379])]
 )
@@ -118,6 +124,7 @@ def test_labels_narrower_than_the_vocabulary_and_counted_from_its_end_have_one_t
     assert np.flatnonzero(gradient(jnp.zeros((1, 384)))[0] < 0).tolist() == [5]
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_mask_of_examples_leaves_them_out_of_the_loss_and_its_gradient(smoothing, z_loss):
@@ -145,6 +152,7 @@ def test_a_mask_of_examples_leaves_them_out_of_the_loss_and_its_gradient(smoothi
         )
 
 
+@pytest.mark.slow
 def test_a_target_of_zero_adds_nothing_where_the_logit_is_minus_infinity():
     logits = jnp.array([[-jnp.inf, 0.0, 1.0]], jnp.bfloat16)
     targets = jnp.array([[0.0, 0.25, 0.75]], jnp.bfloat16)
@@ -170,6 +178,7 @@ def test_backward_of_a_divergence_keeps_the_targets_alone():
         assert saved == [jnp.bfloat16]
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -192,6 +201,7 @@ def test_masked_values_and_gradients_of_divergences_and_cosines_are_optax_s(name
         np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_other_losses_are_float64_s(dtype):
     x, y = _logits(dtype), _logits(dtype, offset=0.5)
@@ -213,6 +223,7 @@ def test_the_other_losses_are_float64_s(dtype):
         np.testing.assert_allclose(loss, truth, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_ctc_of_half_logits_is_float32_s():
     logits = _logits(jnp.bfloat16)[None, :, :6]
     targets = jnp.zeros((1, 4)), jnp.array([[1, 2]]), jnp.zeros((1, 2))
@@ -224,6 +235,7 @@ def test_ctc_of_half_logits_is_float32_s():
     assert gradient.dtype == jnp.bfloat16
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

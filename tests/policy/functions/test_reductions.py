@@ -35,6 +35,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("offset", [0, 1000])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -46,6 +47,7 @@ def test_half_precision_is_within_an_ulp_of_float64(name, dtype, offset):
     assert_close_in_ulps(found, truth(np.asarray(x, np.float64)), 1)
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_derivatives_are_those_of_float32_rounded_once_and_keep_no_float32(name, dtype):
@@ -81,6 +83,7 @@ def test_the_policy_s_reduction_dtype_is_obeyed():
     assert reductions.mean(x, dtype=jnp.float32).dtype == jnp.float32
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(("dtype", "extreme"), [(jnp.bfloat16, 1e4), (jnp.float16, 6e4)])
 def test_extreme_logits_stay_finite(dtype, extreme):
     x = jnp.array([extreme, -extreme, 0], dtype)
@@ -90,6 +93,7 @@ def test_extreme_logits_stay_finite(dtype, extreme):
     assert jnp.isfinite(jax.grad(lambda x: reductions.log_softmax(x)[0])(x)).all()
 
 
+@pytest.mark.slow
 def test_short_and_empty_axes_are_as_numpy_has_them():
     one, none = jnp.ones((2, 1), jnp.bfloat16), jnp.ones((0, 2), jnp.bfloat16)
     assert reductions.softmax(one).tolist() == [[1], [1]]
@@ -106,6 +110,7 @@ def test_masked_entries_get_nothing():
     assert reductions.mean(x + 1, -1, where=jnp.ones_like(where)).tolist() == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_long_sum_does_not_stall():
     x = jnp.ones(4096, jnp.bfloat16)
     assert float(reductions.cumsum(x)[-1]) == 4096
@@ -116,6 +121,7 @@ def test_a_long_sum_does_not_stall():
     assert gradient.tolist() == [4096, 0]
 
 
+@pytest.mark.slow
 def test_the_global_norm_of_float16_does_not_overflow():
     assert float(reductions.global_norm({"a": jnp.full(4096, 300, jnp.float16)})) == 19200
     half, complex_one = jnp.array([3.0], jnp.bfloat16), jnp.array([4j], jnp.complex64)
@@ -159,6 +165,7 @@ def test_the_variance_of_complex_numbers_is_real():
         assert (spread.dtype, float(spread)) == (jnp.float32, 1.0)
 
 
+@pytest.mark.slow
 def test_dtype_and_flags_are_taken_by_position_as_jax_takes_them():
     x, ids = jnp.ones((2, 4), jnp.bfloat16), jnp.array([0, 1])
     for name in ("mean", "var", "std", "cumsum", "cumprod"):

@@ -78,6 +78,7 @@ def error(got):
     return np.abs(np.asarray(got, np.float64) - TRUTH).max() / np.abs(TRUTH).max()
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("stored", [np.float32, HALF], ids=["float32", "bfloat16"])
 def test_gradients_of_weights_are_float32_accumulators(use, stored):
@@ -200,6 +201,7 @@ def test_an_exchange_is_in_float32_unless_it_is_asked_for_in_half():
     assert exchanged(lambda w: w, HALF) == ["f32"]  # by JAX, where the weight meets the batch
 
 
+@pytest.mark.slow
 def test_a_matmul_in_8_bits_keeps_its_float32_product():
     numbers = (((1,), (0,)), ((), ()))
     by = policy.quantized.ScaledMatmul("int8", "int8")

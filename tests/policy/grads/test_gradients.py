@@ -25,6 +25,7 @@ def loss_of(w, x=X):
     return jnp.square(x @ w).mean()
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     "scale", [None, 8, 8.0, jnp.float32(8), StaticLossScale(8), DynamicLossScale(8.0)]
 )
@@ -163,6 +164,7 @@ TIED = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("name", TIED)
 def test_a_half_precision_weight_used_many_times_accumulates_in_float32(name):
     w = jnp.asarray([0.5, -1.5, 2.0, 0.25], jnp.bfloat16)
@@ -176,6 +178,7 @@ def test_a_half_precision_weight_used_many_times_accumulates_in_float32(name):
     np.testing.assert_array_equal(rounded, gradient.astype(jnp.bfloat16))  # rounded once
 
 
+@pytest.mark.slow
 def test_an_embedding_used_many_times_accumulates_in_float32():
     count = lambda table: table[jnp.zeros(4096, int)].astype(jnp.float32).sum()  # noqa: E731
     assert grad(count)(jnp.ones(2, jnp.bfloat16))[0] == 4096
@@ -207,6 +210,7 @@ def test_what_cannot_be_entered_still_gives_jaxs_gradient():
         np.testing.assert_array_equal(grad(loss)(w), jax.grad(loss)(w).astype(jnp.float32))
 
 
+@pytest.mark.slow
 def test_it_works_inside_jit_vmap_and_scan():
     function = value_and_grad(loss_of, loss_scale=8.0, grads="compute", policy="mixed_bfloat16")
     _, direct = function(W)
@@ -238,6 +242,7 @@ def test_a_jitted_call_outside_of_jit_is_compiled_once():
     assert len(traced) == 1
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     "function",
     [

@@ -45,6 +45,7 @@ IN_STEPS, PATIENT = (
 )
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @pytest.mark.parametrize(
     ("fields", "flags", "expected"),
     [
@@ -116,6 +117,7 @@ def test_get_loss_scale_reads_every_way_of_saying_it():
         get_loss_scale(True)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_all_finite_sees_every_leaf(bad, dtype):
@@ -156,6 +158,7 @@ def test_unscaling_by_the_reciprocal_is_exact_for_every_power_of_two():
         np.testing.assert_allclose(unscale(x * np.float32(scale), scale), x, rtol=2.0**-22)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64])
 @pytest.mark.parametrize("scale", [None, 0.5, 2.0**15])
 def test_one_element_whose_square_is_not_finite_is_seen_in_any_leaf(dtype, scale):
@@ -171,6 +174,7 @@ def test_one_element_whose_square_is_not_finite_is_seen_in_any_leaf(dtype, scale
         assert not finite({**tree, "c": jnp.bfloat16(value)})
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @pytest.mark.parametrize(
     ("tree", "scale", "is_finite"),
     [
@@ -197,6 +201,7 @@ def test_squares_of_float64_are_taken_in_float64():
             assert all_squares_finite(jnp.full(2, value), 8.0) == is_finite
 
 
+@pytest.mark.cases(fast=1, slow=36)
 @pytest.mark.parametrize("shape", [(512, 256), (256, 512), (2, 256, 256), (64,), (3, 3, 128, 256)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("value", [1.0, np.inf, -np.inf, np.nan])
@@ -208,6 +213,7 @@ def test_the_sum_by_matmul_is_finite_where_the_sum_is(shape, value, dtype):
     np.testing.assert_allclose(total, expected, rtol=1e-6)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("scale", "healed"), [(0.0, 1.0), (-8.0, 1.0), (np.nan, 1.0), (np.inf, 2.0**20)]
 )
@@ -217,6 +223,7 @@ def test_a_scale_that_was_overwritten_comes_back(scale, healed):
     assert broken.adjust(False).loss_scale == healed
 
 
+@pytest.mark.slow
 def test_jmps_own_tests_pass():
     pytest.importorskip("absl.testing.absltest")
     found = importlib.util.find_spec("jmp")

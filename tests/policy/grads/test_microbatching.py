@@ -40,6 +40,7 @@ def given(params, g):
     return jnp.sum(g.astype(jnp.float32)), {"w": g}
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("count", [1, 3, 8])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_mean_over_microbatches_is_the_whole_batchs(dtype, count):
@@ -52,6 +53,7 @@ def test_the_mean_over_microbatches_is_the_whole_batchs(dtype, count):
     np.testing.assert_allclose(grads["w"], whole["w"], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_gradients_are_summed_in_float32(dtype):
     values = jnp.full((1024, 1), float(jnp.finfo(dtype).eps) / 2, dtype).at[0].set(1)
@@ -90,6 +92,7 @@ def test_gradients_of_different_scales_are_refused_or_skip_the_step():
     np.testing.assert_array_equal(new["w"], 1)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("kind", ["float32", "compute"])
 def test_a_fault_in_any_microbatch_skips_the_step(kind):
     params = params_in(jnp.float32)
@@ -112,6 +115,7 @@ def test_a_fault_in_any_microbatch_skips_the_step(kind):
             np.testing.assert_array_equal(new["w"], params["w"])
 
 
+@pytest.mark.slow
 def test_weights_make_it_the_mean_over_tokens():
     mask = jnp.asarray(RNG.integers(0, 2, size=24), jnp.float32).at[0].set(1)
 
@@ -137,6 +141,7 @@ def test_a_microbatch_of_weight_zero_is_left_out_whatever_it_holds():
     assert np.isnan(grads["w"]).all()
 
 
+@pytest.mark.slow
 def test_aux_is_stacked_and_keys_are_a_part_of_the_microbatches():
     def noisy(params, batch):
         x, key = batch
@@ -165,6 +170,7 @@ def test_overwritten_values_become_the_largest_and_are_neither_averaged_nor_cast
         np.testing.assert_allclose(grads["w"].astype(jnp.float32), 3, rtol=2**-8)
 
 
+@pytest.mark.slow
 def test_wide_and_complex_gradients_keep_their_dtype():
     fn = lambda params, x: (jnp.float32(0), {"c": x * np.complex64(1 + 1j)})  # noqa: E731
     _, grads = accumulate_gradients(fn, None, jnp.ones((2, 3), jnp.complex64))

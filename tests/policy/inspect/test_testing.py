@@ -358,6 +358,7 @@ def test_neighbours_are_one_ulp_apart_at_every_magnitude(dtype):
                 assert_close_in_ulps(in_dtype(sign * size, dtype), there, 0.9)
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_infinity_and_nan_are_right_only_where_they_are(dtype):
     def are_right(*pairs):
@@ -383,6 +384,7 @@ def test_zero_infinity_and_nan_are_right_only_where_they_are(dtype):
         assert not any(are_right((inf, -inf), (-inf, 1e39), (1.0, inf)))
 
 
+@pytest.mark.slow
 def test_the_worst_number_of_each_wrong_array_is_named():
     actual = {"a": jnp.ones((2, 3), BF16), "b": [jnp.ones(3, F16)], "n": jnp.arange(3)}
     desired = {"a": np.ones((2, 3)), "b": [np.array([1.0, 1.0, 1.25])], "n": np.arange(3)}

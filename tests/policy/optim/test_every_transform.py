@@ -148,6 +148,7 @@ def step_of(name: str, tx: Any) -> Any:
     return step
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @pytest.mark.parametrize("name", FACTORIES)
 def test_a_state_keeps_every_type_in_every_pair_of_dtypes(name):
     tx = wrapped(make(name, FACTORIES[name]), loss_scale="dynamic")
@@ -161,6 +162,7 @@ def test_a_state_keeps_every_type_in_every_pair_of_dtypes(name):
         assert types(new) == [(p.shape, str(p.dtype), False) for p in jax.tree.leaves(params)]
 
 
+@pytest.mark.cases(fast=9)
 @pytest.mark.parametrize("name", FACTORIES)
 def test_every_transform_takes_its_own_state_back(name):
     tx, again = (wrapped(make(name, FACTORIES[name])) for _ in range(2))
@@ -173,6 +175,7 @@ LARGE = {"b": np.ones(3), "w": np.full((32, 160), 0.5)}
 REFUSED = "moment_dtype matched nothing|is refused: the field is a running sum"
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @pytest.mark.parametrize("name", [name for name in FACTORIES if name not in PER_EXAMPLE])
 def test_a_state_with_first_moments_in_8_bits_keeps_every_type(name):
     tx = wrapped(make(name, FACTORIES[name]), moment_dtype="int8", key=jax.random.key(0))
@@ -187,6 +190,7 @@ def test_a_state_with_first_moments_in_8_bits_keeps_every_type(name):
     assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @pytest.mark.parametrize("name", FACTORIES)
 def test_masters_move_as_in_an_all_float32_run(name):
     params_dtype, gradient_dtype = RUN_PAIRS[name]
@@ -232,6 +236,7 @@ def test_masters_move_as_in_an_all_float32_run(name):
         np.testing.assert_allclose(master, end, rtol=0, atol=0.01 * moved + 1e-6)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lion"])
 def test_gradients_per_example_are_refused_by_what_takes_none(name):
     params, gradients = tree(VALUES, F32), tree(GRADIENTS, BF16)
@@ -241,6 +246,7 @@ def test_gradients_per_example_are_refused_by_what_takes_none(name):
         apply_gradients(tx, params, tx.init(params), gradients)
 
 
+@pytest.mark.slow
 def test_one_clip_for_all_examples_is_refused():
     params, gradients = tree(VALUES, F32), tree(GRADIENTS, F32)
     tx = wrapped(make("dpsgd", FACTORIES["dpsgd"]), clip_global_norm=1.0)
@@ -249,6 +255,7 @@ def test_one_clip_for_all_examples_is_refused():
         stepped(tx, params, tx.init(params), gradients)
 
 
+@pytest.mark.slow
 def test_sam_takes_its_own_gradients_of_float32_params():
     params = tree(VALUES, BF16)
     seen: Any = []
@@ -270,6 +277,7 @@ def test_sam_takes_its_own_gradients_of_float32_params():
         np.testing.assert_allclose(after, expected, atol=0.2 * 0.05 + 1e-6)
 
 
+@pytest.mark.slow
 def test_lookaheads_pair_is_stepped_and_skipped_as_one():
     pair = params_for("lookahead", BF16)
     overwritten = {"_overwrite_with_gradient": {"s": jnp.ones(2)}}

@@ -49,6 +49,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @pytest.mark.parametrize(("mode", "through_optax", "options", "scale"), CASES)
 def test_a_fault_in_any_leaf_at_any_position_of_the_schedule_moves_the_scale_only(
     mode, through_optax, options, scale
@@ -81,6 +82,7 @@ def test_a_fault_in_any_leaf_at_any_position_of_the_schedule_moves_the_scale_onl
     assert loss_scale_of(state).loss_scale == 2.0**12
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("mode", MODES)
 def test_under_vmap_a_fault_skips_the_step_of_its_own_lane_only(mode):
     tx, lanes = adamw(mode), LEAVES + 1
@@ -100,6 +102,7 @@ def test_under_vmap_a_fault_skips_the_step_of_its_own_lane_only(mode):
     np.testing.assert_array_equal(loss_scale_of(after).loss_scale, [2.0**9] * LEAVES + [2.0**10])
 
 
+@pytest.mark.slow
 def test_hyperparameters_are_read_and_changed_in_float32_through_the_wrapper():
     tx = mixed_precision(optax.inject_hyperparams(optax.adamw)(learning_rate=0.1), "bfloat16")
     params, ones = {"w": jnp.ones(3, jnp.bfloat16)}, {"w": jnp.ones(3)}
@@ -119,6 +122,7 @@ def test_hyperparameters_are_read_and_changed_in_float32_through_the_wrapper():
             assert not jax.typeof(rate).weak_type
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("skip_nonfinite", [True, False])
 @pytest.mark.parametrize("mode", ["remainder", "full", "none"])
 def test_counters_stay_at_the_largest_integer_and_training_goes_on(mode, skip_nonfinite):
@@ -135,6 +139,7 @@ def test_counters_stay_at_the_largest_integer_and_training_goes_on(mode, skip_no
             assert state.skipped == LAST
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("scale", [0.0, -4.0, np.inf, np.nan])
 @pytest.mark.parametrize("grads", ["float32", "compute"])
 def test_a_traced_loss_scale_that_is_no_scale_skips_the_step_and_heals(scale, grads):

@@ -49,6 +49,7 @@ def kinds(tree: Any) -> Any:
 ON_HOST = {(True, "pinned_host"), (False, "device")}
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("through_optax", BOTH_WAYS)
 @pytest.mark.parametrize("mode", ["remainder", "full", "none"])
 def test_a_state_on_the_host_trains_as_one_on_the_device(mode, through_optax):
@@ -68,6 +69,7 @@ def test_a_state_on_the_host_trains_as_one_on_the_device(mode, through_optax):
     assert kinds(eager[1]) == ON_HOST
 
 
+@pytest.mark.slow
 def test_it_is_a_scans_carry_and_works_under_clipping():
     plain, tx = transforms(clip_global_norm=1.0)
 
@@ -96,6 +98,7 @@ def test_shardings_are_of_the_hosts_memory_and_buffers_are_donated():
     assert all(leaf.is_deleted() for leaf in arrays)
 
 
+@pytest.mark.slow
 def test_masters_on_the_host_are_read_written_and_converted():
     plain, tx = transforms("full")
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), PARAMS)
@@ -115,6 +118,7 @@ def test_masters_on_the_host_are_read_written_and_converted():
     assert kinds(apply_gradients(tx, params, moved, GRADIENTS)[1]) == ON_HOST
 
 
+@pytest.mark.slow
 def test_a_train_state_and_an_nnx_optimizer_hold_it():
     plain, tx = transforms("remainder", loss_scale=None)
     make = lambda tx: TrainState.create(apply_fn=optax.sgd, params=PARAMS, tx=tx)  # noqa: E731
@@ -138,6 +142,7 @@ def test_a_train_state_and_an_nnx_optimizer_hold_it():
     assert finite_of(optimizer) and optimizer.opt_state.count[...] == 1
 
 
+@pytest.mark.slow
 def test_compare_measures_it_as_a_state_on_the_device():
     rows = []
     for tx in transforms("remainder", "float32", loss_scale=None):
@@ -148,6 +153,7 @@ def test_compare_measures_it_as_a_state_on_the_device():
     assert rows[0] == rows[1] and max(rows[0], key=lambda row: row[1])[1] > 0
 
 
+@pytest.mark.slow
 def test_memories_that_the_device_lacks_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="should be 'pinned_host' or None, but got 'host'"):
         wrapped(state_memory_kind="host")

@@ -36,6 +36,7 @@ def dtypes_of(transform, params, gradients):
     return set(dtypes(jax.eval_shape(step, params, gradients)))
 
 
+@pytest.mark.cases(fast=7)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("params", "gradients"), PAIRS)
 def test_updates_have_the_dtype_that_was_asked_for(name, params, gradients):
@@ -47,6 +48,7 @@ def test_updates_have_the_dtype_that_was_asked_for(name, params, gradients):
         assert dtypes_of(match_updates(tx, to), tree(params), tree(gradients)) == {expected}
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @pytest.mark.parametrize("name", NAMES)
 def test_where_dtypes_agree_the_program_is_the_same(name):
     tx = getattr(optax, f"scale_by_{name}")()
@@ -59,6 +61,7 @@ def test_where_dtypes_agree_the_program_is_the_same(name):
                 assert_same_program(ours.update, tx.update, args)
 
 
+@pytest.mark.slow
 def test_the_state_is_the_transforms_own_and_extra_arguments_reach_it():
     adam = optax.adam(1e-3)
     params, gradients = tree(jnp.float32), tree(jnp.bfloat16)
@@ -78,6 +81,7 @@ def test_the_state_is_the_transforms_own_and_extra_arguments_reach_it():
     assert seen == [3]
 
 
+@pytest.mark.slow
 def test_strict_refuses_a_lossy_cast_by_name():
     params, gradients = tree(jnp.float32), tree(jnp.bfloat16)
     tx = match_updates(optax.scale_by_adam(), "grads", strict=True)

@@ -59,6 +59,7 @@ def assert_masters(bits: int, params: Any, state: Any) -> None:
         np.testing.assert_allclose(found, WIDE[name], rtol=2.0**-bits, atol=0)
 
 
+@pytest.mark.cases(slow=3)
 @pairs
 def test_every_pair_of_modes_is_refused_by_both_names_or_stores_the_same(dtype, a, b):
     (params, state), tx = start(a, dtype), transform(b, dtype)
@@ -73,6 +74,7 @@ def test_every_pair_of_modes_is_refused_by_both_names_or_stores_the_same(dtype, 
             call(params, state, GRADIENTS)
 
 
+@pytest.mark.cases(fast=1, slow=21)
 @pairs
 def test_convert_migrates_from_every_mode_to_every_other(dtype, a, b):
     (params, state), tx, bits = start(a, dtype), transform(b, dtype), bits_of(dtype, a, b)
@@ -88,6 +90,7 @@ def test_convert_migrates_from_every_mode_to_every_other(dtype, a, b):
         assert_same(new, params)
 
 
+@pytest.mark.cases(fast=20)
 @pairs
 def test_msgpack_refuses_every_pair_that_stores_otherwise(dtype, a, b):
     saved, target = serialization.to_bytes(start(a, dtype)), start(b, dtype)
@@ -126,6 +129,7 @@ def restored(folder: Any, target: Any) -> Any:
             return None
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @pairs
 def test_orbax_casts_masters_into_another_mode_and_no_step_reads_them(checkpoints, dtype, a, b):
     found = restored(checkpoints / f"{a}_{dtype}", start(b, dtype))
@@ -159,6 +163,7 @@ def test_orbax_casts_masters_into_another_mode_and_no_step_reads_them(checkpoint
     assert_masters(bits_of(dtype, "none"), params, followed)
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @pytest.mark.parametrize("skip_nonfinite", [True, False])
 @pytest.mark.parametrize("through_optax", BOTH_WAYS)
 @pytest.mark.parametrize("mode", MODES)
@@ -200,6 +205,7 @@ def test_convert_checks_values_and_refuses_what_it_cannot_migrate():
     np.testing.assert_array_equal(master_params(written, followed)["w"][0, 1], 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_convert_takes_params_that_are_not_finite_as_they_are(value):
     params = {"w": jnp.asarray([1.5, value], jnp.bfloat16)}
@@ -209,6 +215,7 @@ def test_convert_takes_params_that_are_not_finite_as_they_are(value):
         np.testing.assert_array_equal(master_params(params, made)["w"], [1.5, value])
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("mode", "found", "needed"),
     [

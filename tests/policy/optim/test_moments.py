@@ -41,6 +41,7 @@ def fields(tx: Any) -> dict[str, str]:
     }
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize(
     ("tx", "narrow"),
     [
@@ -66,12 +67,14 @@ class Named(NamedTuple):
     nu: Any
 
 
+@pytest.mark.slow
 def test_a_param_that_is_called_as_a_moment_is_none():
     params = Named(jnp.ones(2), jnp.ones(3))
     state = wrapped(moment_dtype="bfloat16").init(params).inner[0]
     assert (set(dtypes(state.mu)), set(dtypes(state.nu))) == ({"bfloat16"}, {"float32"})
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("key", [None, KEY])
 def test_moments_keep_their_dtype_in_a_scan_and_are_computed_in_float32(key):
     seen = []
@@ -93,6 +96,7 @@ def test_moments_keep_their_dtype_in_a_scan_and_are_computed_in_float32(key):
     np.testing.assert_allclose(params["w"], 1.5 - 20 * 1e-2, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_second_moment_decays_with_stochastic_rounding():
     params, gradients = jnp.ones(4096), jnp.zeros(4096)
     tx = wrapped(optax.scale_by_rms(decay=0.999), moment_dtype={"nu": "bfloat16"}, key=KEY)
@@ -116,6 +120,7 @@ Z, RATE = {"z": BF16}, r"'nu' is bfloat16, but its decay rate is 0\.999\. Above 
 SQUARES = {"sum_of_squares": BF16}
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     ("tx", "moment_dtype", "key", "text"),
     [
@@ -207,6 +212,7 @@ def test_small_leaves_and_those_of_a_short_last_axis_stay_float32():
     assert state.inner[0].nu["w"].scale.shape == (16, 2)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("asked", "mu", "nu"),
     [
@@ -223,6 +229,7 @@ def test_a_bare_dtype_is_the_first_moments_and_fields_may_differ(asked, mu, nu):
     assert adam_in(tx.moment_dtypes).moment_dtypes == tx.moment_dtypes
 
 
+@pytest.mark.slow
 def test_moments_are_those_of_float32_to_the_steps_of_their_codes():
     (tx, params, state), (_, truth, exact) = trained("int8"), trained(None)
     magnitudes = sum(0.1 * np.abs(np.asarray(gradients(step)["w"])) for step in range(3))
@@ -237,6 +244,7 @@ def test_moments_are_those_of_float32_to_the_steps_of_their_codes():
     assert_same(params["b"], truth["b"])
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_keeps_codes_and_scales():
     _, params, before = trained("int8")
     tx = adam_in(INT8, loss_scale=8.0)
@@ -247,6 +255,7 @@ def test_a_step_that_is_not_finite_keeps_codes_and_scales():
     assert stepped(tx, params, before, gradients(3))[1].finite
 
 
+@pytest.mark.slow
 def test_fields_steps_and_leaves_are_rounded_by_bits_of_their_own():
     params = {"a": jnp.zeros((32, 128)), "b": jnp.zeros((32, 128))}
     tx = wrapped(optax.trace(0.0), moment_dtype="int8", key=KEY)
@@ -263,6 +272,7 @@ def test_fields_steps_and_leaves_are_rounded_by_bits_of_their_own():
 OTHERS = [None, "bfloat16", {"mu": "bfloat16", "nu": "int8"}, {"nu": "int8"}]
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_state_of_another_moment_dtype_is_refused_by_name_and_converted(other):
     tx, params, state = trained("int8")
@@ -317,6 +327,7 @@ def through(x, form, key=None):
     return np.asarray(decode(encode(jnp.asarray(x), form, key)), np.float64)
 
 
+@pytest.mark.cases(fast=1)
 @every_form
 def test_every_code_is_its_sign_exponent_and_fraction_and_comes_back(form):
     signed, truth = np.arange(form.largest_code + 1, dtype=np.uint8), numbers(form)
@@ -335,6 +346,7 @@ def test_every_code_is_its_sign_exponent_and_fraction_and_comes_back(form):
     np.testing.assert_array_equal(jax.lax.bitcast_convert_type(back, jnp.uint8)[:, 0], signed)
 
 
+@pytest.mark.cases(fast=1, slow=8)
 @pytest.mark.parametrize("shape", [(3, 1000), (24, 256), (300,), (64,), (2, 3, 8, 128), (5, 16)])
 @every_form
 def test_numbers_are_rounded_to_nearest_beside_the_largest_of_their_block(form, shape):
@@ -359,6 +371,7 @@ def test_numbers_are_rounded_to_nearest_beside_the_largest_of_their_block(form, 
     np.testing.assert_array_less(np.where(tie, 0, off), 1e-6 * np.abs(found) + 1e-30)
 
 
+@pytest.mark.cases(fast=1)
 @every_form
 def test_stochastic_rounding_is_right_on_average(form):
     x = draw(form, (16, 128), 0.5)
@@ -372,6 +385,7 @@ def test_stochastic_rounding_is_right_on_average(form):
     assert abs(np.mean(mean[is_large] / x[is_large]) - 1) < room / 10
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("key", [None, ROUNDING_KEY])
 def test_a_second_moment_above_0_stays_above_0_and_its_root_near_first_moments(key):
     x = np.zeros((4, 128), np.float32)
@@ -386,6 +400,7 @@ def test_a_second_moment_above_0_stays_above_0_and_its_root_near_first_moments(k
     np.testing.assert_allclose(found[0, 1], smallest, rtol=1e-6)
 
 
+@pytest.mark.cases(fast=1)
 @every_form
 @pytest.mark.parametrize("key", [None, ROUNDING_KEY])
 def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(form, key):
@@ -397,6 +412,7 @@ def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(form, key)
     np.testing.assert_array_equal(found[:, BLOCK:], 1.0)
 
 
+@pytest.mark.cases(fast=1)
 @every_form
 def test_the_largest_and_smallest_float32_stay_finite_and_zeros_stay_zeros(form):
     largest = np.full((2, 128), np.finfo(np.float32).max)
@@ -405,6 +421,7 @@ def test_the_largest_and_smallest_float32_stay_finite_and_zeros_stay_zeros(form)
         assert (through(x.astype(np.float32), form) == 0).all()
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("shape", [(24, 256), (2, 8, 128)])
 def test_tiles_of_a_tpu_give_the_scales_of_blocks(shape):
     x = draw(SIGNED, shape)
@@ -429,12 +446,14 @@ def mean_of_constants(form, rate, key, elements=256, steps=400):
     return np.mean(np.asarray(seen)[-steps // 4 :, :, 1] / np.asarray(goal)[:, 1], axis=0)
 
 
+@pytest.mark.slow
 @every_form
 def test_means_up_to_the_largest_retention_converge_when_rounded_to_nearest(form):
     assert mean_of_constants(form, LARGEST_RETENTION, None).min() > 0.8
     assert mean_of_constants(form, 0.9, None).min() < 0.8
 
 
+@pytest.mark.slow
 @every_form
 def test_stochastic_rounding_follows_a_lone_element_at_any_rate(form):
     ends = mean_of_constants(form, 0.99, ROUNDING_KEY, steps=2000)

@@ -161,6 +161,7 @@ class Training:
         assert self.state.skipped == self.faults
 
 
+@pytest.mark.slow
 @hypothesis.given(training=trainings(), actions=ACTIONS)
 def test_a_random_training_loses_nothing(training, actions):
     run = Training(training)

@@ -74,6 +74,7 @@ def test_a_history_keeps_its_first_axis_whole_and_factored_moments_are_replicate
     assert found.v["b"] == SPECS["b"]
 
 
+@pytest.mark.slow
 def test_params_that_are_one_array_on_one_device_put_all_of_it_there():
     tx, params = wrapped(None, "bfloat16"), jnp.ones((2, 3), jnp.bfloat16)
     shardings = state_shardings(tx, params)
@@ -82,5 +83,6 @@ def test_params_that_are_one_array_on_one_device_put_all_of_it_there():
     assert jax.tree.leaves(state_shardings(optax.sgd(0.1), {})) == []
 
 
+@pytest.mark.slow
 def test_faults_norms_and_shardings_on_eight_devices():
     run_tests_on_eight_devices(Path(__file__).with_name("on_eight_devices.py"))

@@ -48,6 +48,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.cases(fast=7)
 @pytest.mark.parametrize("copied", [lambda state: state, pickled])
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_state_of_a_transform_with_another_state_is_refused_by_its_leaves(name, copied):
@@ -60,6 +61,7 @@ FAST, IN_OPTAX = optax.adam(0.1, b2=0.9), optax.adam(0.1, b2=0.9, mu_dtype=jnp.b
 NARROW: Any = {"moment_dtype": {"nu": "bfloat16"}}
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("saves", "loads"),
     [
@@ -99,6 +101,7 @@ def test_a_state_for_params_of_other_shapes_is_refused_by_name():
     refuses(wrapped(), other, text)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("saved", "of_tx"), [(None, "dynamic"), ("dynamic", None), (8.0, "dynamic"), (None, 8.0)]
 )
@@ -145,6 +148,7 @@ def test_a_transform_takes_its_state_back_though_init_ran_again():
     assert stepped(tx, PARAMS, state, GRADIENTS)[1].finite
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("rate", [0.05, np.float64(0.05), jnp.bfloat16(0.05), 1])
 @pytest.mark.parametrize("params", [jnp.ones(3), {"learning_rate": jnp.ones(2)}])
 def test_hyperparameters_are_no_moments(params, rate):
@@ -156,6 +160,7 @@ def test_hyperparameters_are_no_moments(params, rate):
         assert stepped(tx, params, each, params)[1].finite
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("change", ["resync", "convert"])
 def test_stacked_states_stay_stacked(change):
     half = jax.tree.map(lambda p: jnp.stack([p.astype(jnp.bfloat16)] * 4), PARAMS)
@@ -182,6 +187,7 @@ def restored(halfway, tmp_path_factory):
     return folder
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("kind", saving.KINDS)
 def test_a_fresh_process_goes_on_bit_for_bit_in_every_storage_mode(halfway, restored, kind):
     for mode, (_, state) in halfway.items():
@@ -201,6 +207,7 @@ def through_a_state_dict(tree):
     return serialization.from_state_dict(saving.start(), serialization.to_state_dict(tree))
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("copied", [pickled, copy.deepcopy, copy.copy, through_a_state_dict])
 def test_a_copy_is_equal_in_structure_dtypes_and_bits(halfway, copied):
     assert_same(copied(halfway), halfway)
@@ -211,6 +218,7 @@ def state_of(loss_scale, dtype=jnp.bfloat16):
     return tx.init({"w": jnp.ones(2, dtype)})
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("target", "text"),
     [

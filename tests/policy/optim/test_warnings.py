@@ -40,6 +40,7 @@ def transform(loss_scale: Any = "dynamic", policy: str = "mixed_float16") -> Any
     return mixed_precision(optax.sgd(1e-3), policy, loss_scale=loss_scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_float32_params_under_a_policy_of_half_params_are_told_with_init_from_master(dtype):
     tx = transform(policy=dtype)
@@ -54,6 +55,7 @@ def test_float32_params_under_a_policy_of_half_params_are_told_with_init_from_ma
     apply_gradients(tx, params, state, params)
 
 
+@pytest.mark.cases(fast=5)
 @pytest.mark.parametrize(
     ("policy", "dtypes"),
     [
@@ -81,6 +83,7 @@ def test_float16_without_a_loss_scale_is_told_and_gets_none(policy):
     assert tx.loss_scale == NoOpLossScale()
 
 
+@pytest.mark.cases(fast=1, slow=7)
 @pytest.mark.parametrize(
     "differentiate", [jax.grad, lambda f: jax.grad(jax.jit(f)), lambda f: jax.jit(jax.grad(f))]
 )
@@ -102,6 +105,7 @@ def test_scaled_gradients_in_a_plain_tree_are_told(loss_scale, through_optax, un
     assert abs(new["a"][0] - 1) > 0.5  # the true step is 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_scale", SCALES)
 def test_unscaled_ones_and_ours_are_silent(loss_scale):
     tx = transform(loss_scale)
@@ -121,6 +125,7 @@ def test_unscaled_ones_and_ours_are_silent(loss_scale):
 KINDS: Any = ("float32", "compute")
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_only_looked_at_another_scale_and_no_scale_are_silent():
     tx = transform()
     state = tx.init(PARAMS)
@@ -136,6 +141,7 @@ def test_a_loss_that_is_only_looked_at_another_scale_and_no_scale_are_silent():
 TOLD = r"has a loss scale.*loss_scale=loss_scale_of\(opt_state\)"
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("loss_scale", SCALES)
 @pytest.mark.parametrize("under", [lambda step: step, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("through_optax", BOTH_WAYS)
@@ -168,6 +174,7 @@ ELSEWHERE: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("way", ELSEWHERE)
 def test_gradients_that_others_computed_before_any_scale_was_used_are_told(way, no_scale_so_far):
     tx = transform()
@@ -199,6 +206,7 @@ def test_gradients_that_carry_the_scale_of_a_loss_scaled_by_hand_are_silent():
     assert finite
 
 
+@pytest.mark.slow
 def test_an_nnx_optimizer_tells_it_too():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), dtype_policy="mixed_float16")
     optimizer = nnx.Optimizer(model, transform(), wrt=nnx.Param)

@@ -65,6 +65,7 @@ def test_its_parts_can_be_read_and_survive_a_rebuilt_tuple():
     assert hash(tx) == hash(tx._replace())
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @pytest.mark.parametrize("gradient_dtype", ANY)
 @pytest.mark.parametrize("dtype", ANY)
 def test_the_inner_transform_sees_float32_everywhere(dtype, gradient_dtype):
@@ -94,6 +95,7 @@ def test_float64_params_are_stepped_in_float64():
         assert state.count.dtype == jnp.int32
 
 
+@pytest.mark.slow
 def test_gradients_are_unscaled_by_the_scale_they_carry_and_by_nothing_else():
     params = params_in(jnp.float32)
     true = gradients_like(params)
@@ -104,6 +106,7 @@ def test_gradients_are_unscaled_by_the_scale_they_carry_and_by_nothing_else():
             assert_same(updates, jax.tree.map(lambda g: -g, true))
 
 
+@pytest.mark.slow
 def test_the_clip_sees_true_gradients():
     params = params_in(jnp.float32)
     gradients = gradients_like(params, value=2.0)
@@ -116,6 +119,7 @@ def test_the_clip_sees_true_gradients():
     assert_same(tx.update(small, tx.init(params), params)[0], jax.tree.map(lambda g: -g, small))
 
 
+@pytest.mark.slow
 def test_a_norm_beyond_float32_skips_the_step_where_it_would_clip_to_nothing():
     params, gradients = [jnp.ones(2), jnp.ones(3)], [jnp.full(2, 1e20), jnp.ones(3)]
     for skip in (True, False):
@@ -139,6 +143,7 @@ def test_a_scaled_gradient_that_overflows_only_when_unscaled_is_seen():
     assert (state.finite, state.skipped) == (False, 1)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("dtype", ANY)
 @pytest.mark.parametrize("mode", ["full", "none"])
 def test_without_skipping_every_step_is_applied_and_none_is_looked_at(dtype, mode):
@@ -164,6 +169,7 @@ def test_without_skipping_every_step_is_applied_and_none_is_looked_at(dtype, mod
 
 
 # float32 may differ by an ulp, which a remainder holds in integers
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("through_optax", BOTH_WAYS)
 @pytest.mark.parametrize(
     ("dtype", "mode"),
@@ -196,6 +202,7 @@ def with_overwritten(w: Any, s: Any) -> Any:
     return {"params": {"w": w}, "_overwrite_with_gradient": {"s": jnp.asarray(s, jnp.float32)}}
 
 
+@pytest.mark.slow
 def test_the_overwritten_collection_takes_its_new_value_unless_the_step_is_skipped():
     params = with_overwritten(jnp.ones(3, jnp.bfloat16), [1, 1])
     tx = wrapped(optax.adamw(0.25), "bfloat16", loss_scale=8.0, clip_global_norm=1.0)
@@ -228,6 +235,7 @@ def test_empty_trees_step():
         assert (state.finite, state.count) == (True, 1)
 
 
+@pytest.mark.slow
 def test_optax_finds_the_params_in_the_state():
     params = params_in(jnp.bfloat16)
     tx = wrapped(None, "bfloat16", loss_scale="dynamic")
@@ -302,6 +310,7 @@ def programs_of(wrap: Any, params: Any, through_optax: bool) -> int:
     return len(COMPILED) - before
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("through_optax", BOTH_WAYS)
 def test_eager_steps_compile_no_more_programs_than_optax(through_optax):
     ours = programs_of(lambda tx: mixed_precision(tx, "bfloat16"), PARAMS, through_optax)
@@ -309,6 +318,7 @@ def test_eager_steps_compile_no_more_programs_than_optax(through_optax):
         assert ours <= programs_of(lambda tx: tx, WIDE, through_optax=True)
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @pytest.mark.parametrize("scale", [None, 4.0, jnp.float32(4)])
 @pytest.mark.parametrize("mode", ["remainder", "full", "none"])
 def test_a_second_eager_step_compiles_nothing(mode, scale):
@@ -327,6 +337,7 @@ def test_a_second_eager_step_compiles_nothing(mode, scale):
     assert jax.tree.structure(updates) == jax.tree.structure(params)
 
 
+@pytest.mark.slow
 def test_programs_of_transforms_that_are_gone_are_let_go():
     def run():
         tx = mixed_precision(optax.adam(1e-2), "bfloat16")
@@ -343,6 +354,7 @@ def test_programs_of_transforms_that_are_gone_are_let_go():
     assert living() <= before + 1
 
 
+@pytest.mark.slow
 def test_an_inner_transform_that_takes_functions_is_stepped():
     params = {"w": jnp.ones(3)}
     tx = mixed_precision(optax.lbfgs(), "float32")
@@ -354,6 +366,7 @@ def test_an_inner_transform_that_takes_functions_is_stepped():
     assert value_fn(new) < value
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("value", [0.5, np.float32(0.5), np.array(0.5)])
 def test_an_inner_transform_may_branch_on_numbers_that_it_is_given(value):
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
@@ -365,6 +378,7 @@ def test_an_inner_transform_may_branch_on_numbers_that_it_is_given(value):
     np.testing.assert_array_equal(new, 1.5)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])
 @pytest.mark.parametrize("master_weights", ["float32 params", "remainder", "full", "stochastic"])
 def test_a_step_on_an_accelerator_is_a_select_where_that_takes_less_memory(
@@ -387,6 +401,7 @@ def test_a_step_on_an_accelerator_is_a_select_where_that_takes_less_memory(
     assert conditionals(platform) == conditionals("cpu") - (not is_conditional)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu", "cpu"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_gpu_steps_in_the_layout_of_half_params_whatever_that_of_gradients(platform, dtype):

@@ -146,6 +146,7 @@ KINDS = ("plain", "plain, loss scale", "scaled, loss scale")
 CASES = [(way, kind) for way in WAYS for kind in KINDS][:-1]
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize(("way", "kind"), CASES)
 def test_inside_it_moves_the_weights_as_by_hand_in_float32(wrapper, way, kind):
     (inner, expected), training = wrapper, way()
@@ -189,12 +190,14 @@ def test_around_it_each_is_refused_with_the_right_order(name, way):
         way().start(wrapped)
 
 
+@pytest.mark.slow
 def test_flaxs_optimizer_refuses_scaled_gradients_by_the_name_of_ours():
     tx, training = mixed_precision(optax.adam(0.1), "mixed_bfloat16"), InFlaxsOptimizer()
     with pytest.raises(ValueError, match=r"use mpmodules\.nnx\.Optimizer"):
         training.step(tx, training.start(tx), ScaledGradients(GRADIENTS[0], 8.0))
 
 
+@pytest.mark.slow
 def test_only_callers_that_are_transforms_count():
     tx: Any = mixed_precision(optax.adam(0.1), "mixed_bfloat16")
     state = tx.init(PARAMS)

@@ -37,6 +37,7 @@ EXACT, LEFT, RIGHT = product(X, Y), product(X, in_bfloat16(Y)), product(in_bfloa
 
 
 # A TPU splits each operand by its own precision; on a GPU the higher one holds for both.
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     ("device", "precision", "truth", "tolerance"),
     [
@@ -67,6 +68,7 @@ def with_its_own_tangent(x):
 with_its_own_tangent.defjvp(lambda x, dx: (with_its_own_tangent(*x), dx[0] @ Y))
 
 
+@pytest.mark.cases(fast=3)
 @pytest.mark.parametrize(
     "around",
     [

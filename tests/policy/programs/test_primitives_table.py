@@ -54,6 +54,7 @@ def test_every_primitive_of_jax_has_a_category():
     assert names <= CATEGORY_OF.keys()
 
 
+@pytest.mark.slow
 def test_every_name_is_a_primitive_of_some_supported_jax():
     """Primitives of kernels are in no public module: their names are looked for in the sources."""
     roots = [pathlib.Path(package.__file__ or "").parent for package in (jax, flax)] + PACKAGES
@@ -114,6 +115,7 @@ def collections_in(tree: ast.AST) -> Iterator[tuple[int, list[str]]]:
             yield getattr(node, "lineno", 0), sorted(known)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 def test_no_collection_of_primitives_stands_beside_the_table(package):
     files = [path for path in package.rglob("*.py") if not path.is_relative_to(OPCODES)]

@@ -70,6 +70,7 @@ def test_the_table_of_nf4_is_the_papers():
     np.testing.assert_allclose(thresholds, NF4_THRESHOLDS, rtol=0, atol=1e-7)
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("run", [jax.jit, lambda function: function])
 def test_nf4_has_the_papers_numbers_bit_for_bit_each_rounded_to_bfloat16(run, dtype):
@@ -87,6 +88,7 @@ def test_numbers_around_the_published_thresholds_get_the_published_codes():
     np.testing.assert_array_equal(np.asarray(stored.codes, int).ravel(), published)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("scale_dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_codes_are_the_nearest_for_the_rounded_scale(text, scale_dtype):
@@ -121,6 +123,7 @@ def test_codes_are_the_nearest_for_the_rounded_scale(text, scale_dtype):
     assert steps.max() <= half + abs(kind.largest) * eps
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("text", ["int8:2", "float8:2", "int4:2", "uint4:2", "nf4:2"])
 def test_every_code_with_every_kind_of_scale_is_read_as_it_is(text):
     name = held_format(text).name
@@ -160,6 +163,7 @@ def test_every_code_with_every_kind_of_scale_is_read_as_it_is(text):
         np.testing.assert_array_equal(again.codes, stored.codes)
 
 
+@pytest.mark.cases(fast=7)
 @pytest.mark.parametrize("text", ["int8:4", "float8:4", "int4:4", "uint4:4", "nf4:4"])
 @pytest.mark.parametrize(
     "block",
@@ -175,6 +179,7 @@ def test_blocks_of_zeros_and_extremes_stay_finite_and_keep_their_extremes(text, 
     assert "uint4" in text or (wide[x == 0] == 0).all()
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -194,6 +199,7 @@ def test_codes_that_do_not_fit_are_refused(change, message):
         QuantizedArray.of_codes(**(given | change))
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("text", ["uint4:16", "int4:16"])
 def test_matmuls_and_lookups_of_blocks_read_minimums(text):
     rng = np.random.default_rng(2)

@@ -23,6 +23,7 @@ def is_same(tree, other):
     )
 
 
+@pytest.mark.cases(fast=1, slow=12)
 @pytest.mark.parametrize("stored", ["int8", "int8:32", "float8", "int4:32", "nf4"])
 @pytest.mark.parametrize(
     ("name", "shape"), [("dense", (64, 6)), ("scanned", (2, 64, 6)), ("query", (64, 3, 2))]
@@ -124,6 +125,7 @@ def test_orbax_rejects_another_format_and_pickles_tell_it(tmp_path):
     assert is_same(pickle.loads(pickle.dumps(other)), other)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 def test_a_table_is_looked_up_exactly_in_the_dtype_read(dtype):
     found = numbers(jnp.arange(16).astype(jnp.uint4), "nf4", dtype)

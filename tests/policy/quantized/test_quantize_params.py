@@ -153,6 +153,7 @@ OWN = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=9)
 @pytest.mark.parametrize("text", ["int8", "int4:32", "nf4:32"])
 @pytest.mark.parametrize("name", OWN)
 def test_own_code_reads_codes_as_it_reads_arrays(name, text):

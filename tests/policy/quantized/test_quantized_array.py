@@ -57,6 +57,7 @@ def widened_in_numpy(x, text):
     return codes, (numbers * scale).reshape(x.shape).astype(np.float32)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("text", FORMATS)
 def test_codes_are_those_of_numpy(text):
     x = normal(3, 64, 8)
@@ -83,6 +84,7 @@ def test_every_code_of_nf4_is_its_number():
     np.testing.assert_array_equal(stored.widened()[:, 0], NF4)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("text", "count"), [("int8", 64 * 32 + 64), ("int4:32", 1152), ("nf4", 1088)]
 )
@@ -96,6 +98,7 @@ def test_bytes_are_codes_and_scales(text, count):
     assert held.block is None or stored.nbytes == 64 * 32 * held.bytes_per_param
 
 
+@pytest.mark.cases(fast=1, slow=25)
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize(
     ("shape", "weight", "numbers"),
@@ -148,6 +151,7 @@ def test_kernels_of_several_features():
     np.testing.assert_allclose(y, jnp.einsum("bi,ihf->bh", x, stored.widened()), atol=1e-4)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("text", "axis"), [("int8", -1), ("int8", 0), ("int4:32", 0), ("nf4:32", 1), ("int8", -2)]
 )
@@ -212,6 +216,7 @@ def test_formats():
         QuantizedArray.of(jnp.ones((64, 2)), "int2")
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("text", ["params=int4:32,compute=bfloat16,output=float32", "params=nf4"])
 def test_texts_of_policies(text):
     held = policy.get_policy(text)

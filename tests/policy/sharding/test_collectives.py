@@ -65,6 +65,7 @@ def test_each_array_of_a_tuple_is_listed():
     assert str(found[0]) == "all-to-all float32[2] over ?: jit(f)/dot"
 
 
+@pytest.mark.slow
 def test_the_traced_program_is_read_through_loops_and_branches():
     mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
@@ -86,5 +87,6 @@ def test_the_traced_program_is_read_through_loops_and_branches():
     assert found[0].name == "outer/psum"
 
 
+@pytest.mark.slow
 def test_the_step_across_devices_on_eight_of_them():
     run_tests_on_eight_devices(Path(__file__).with_name("on_eight_devices.py"))

@@ -150,6 +150,7 @@ def test_methods_partials_and_static_arguments():
     assert audit(functools.partial(Model().loss, power=2), shape(4)).name == "loss"
 
 
+@pytest.mark.slow
 def test_large_programs_are_read_once():
     """A scan of many reads of one value, long chains and wide sums: nothing grows with the square
     of the program.
@@ -225,6 +226,7 @@ def test_rows_are_distinct_along_every_axis_or_may_repeat():
     assert not may_repeat(grid.inputs[1]) and may_repeat(looked_up.inputs[1])
 
 
+@pytest.mark.slow
 def test_what_numpy_loses_is_noticed_by_its_line_and_warns_nobody():
     with noticing() as lost:
         np.float32(1e9).astype(np.float16)

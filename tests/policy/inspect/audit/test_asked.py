@@ -67,6 +67,7 @@ def kinds(report: Any) -> set[str]:
 HALF_ARGUMENT, FLOAT32_ARGUMENT = {"dtype": jnp.bfloat16}, {"dtype": jnp.float32}
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("nn", [flax_linen, linen])
 def test_a_rule_or_a_dtype_argument_makes_float32_no_finding(nn, backward):
@@ -83,6 +84,7 @@ def test_a_rule_or_a_dtype_argument_makes_float32_no_finding(nn, backward):
         assert not kinds(report) - {"low-precision-reduction"}
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("mod", [flax_nnx, nnx])
 def test_a_rule_or_a_dtype_argument_makes_float32_no_finding_in_nnx(mod):
     assert not kinds(audit(nnx.apply_policy(nnx_model(mod), HALF, RULES), X))
@@ -119,6 +121,7 @@ def half_ported_nnx() -> tuple[Any, ...]:
     return Net(flax_nnx.Rngs(0)), X
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wing", "model", "layer"),
     [("linen", half_ported_linen, "Dense"), ("nnx", half_ported_nnx, "Linear")],
@@ -194,6 +197,7 @@ def test_no_findings_without_a_policy_says_so():
         set_policy(None)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("tool", [audit, compare])
 def test_rules_go_with_a_policy(tool):
     model, _ = linen_model(linen)

@@ -157,6 +157,7 @@ def test_arguments_are_shapes_keys_numbers_and_containers_of_these():
     assert jnp.issubdtype(parse_argument("key").dtype, jax.dtypes.prng_key)
 
 
+@pytest.mark.slow
 def test_from_the_shell(model):
     command = [sys.executable, "-m", "policy", "audit", f"{model}:example", "--fail-on-findings"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -245,6 +246,7 @@ def hostile(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+@pytest.mark.cases(fast=14)
 @pytest.mark.parametrize("line", REFUSED, ids=lambda line: line[:60])
 def test_a_line_that_is_refused_ends_in_one_line_that_says_why(hostile, capsys, line):
     assert run(*line.split(" ")) == 2
@@ -258,6 +260,7 @@ def test_an_interrupt_stays_one(hostile):
         run("examples.py:interrupted")
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", ["a.b.py", "with space.py", "jax.py"])
 def test_a_file_is_found_by_its_path_whatever_its_name(hostile, capsys, name):
     (hostile / "inside").mkdir()
@@ -278,6 +281,7 @@ def test_rules_are_suggested_for_shapes(model, capsys):
     assert 'use_policy("mixed_bfloat16", rules)' in capsys.readouterr().out
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
 @pytest.mark.parametrize(
     ("options", "text"),

@@ -68,6 +68,7 @@ def is_seen(program: Program, run: Any) -> bool:
     )
 
 
+@pytest.mark.cases(fast=2, slow=40)
 @pytest.mark.parametrize("place", range(len(FAULTS)), ids=[one.name for one in FAULTS])
 def test_a_fault_is_seen_in_all_its_places(place):
     fault = FAULTS[place]
@@ -75,6 +76,7 @@ def test_a_fault_is_seen_in_all_its_places(place):
     assert bool(missed) == (fault.name in NOT_SEEN), missed
 
 
+@pytest.mark.cases(fast=2, slow=40)
 @pytest.mark.parametrize("place", range(len(CLEAN)), ids=[one.name for one in CLEAN])
 def test_a_clean_program_has_no_finding_in_any_place(place):
     program = CLEAN[place]
@@ -153,6 +155,7 @@ def test_a_dense_layer_promotes_and_attention_is_half_or_leaves_a_mixed_matmul_i
     assert forced == {(MIXED, DOT, "dot_general", False), (LEAK, DOT, "dot_general", False)}
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("layer", (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm))
 def test_normalisations_of_linen_are_right_but_return_float32_where_no_dtype_is_given(layer):
     options: Any = {"use_running_average": True} if layer is nn.BatchNorm else {}

@@ -83,6 +83,7 @@ def _gradients_of_audit(fn: Any, args: Any, params: Any = None) -> list[tuple[in
     return sorted(aval.shape for aval in gradients)
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_no_tool_takes_gradients_by_running_statistics(way):
     fn, *args = WAYS[way]()
@@ -94,6 +95,7 @@ def test_no_tool_takes_gradients_by_running_statistics(way):
     assert taken == _gradients_of_audit(fn, args) == [(3, 5), (5,), (5,), (5,)]
 
 
+@pytest.mark.slow
 def test_params_names_the_arguments_that_gradients_are_taken_by():
     fn, args = (lambda w, b, x: _square(x @ w + b)), (jnp.ones((3, 5)), jnp.ones(5), X)
     with jax.numpy_rank_promotion("allow"):
@@ -136,6 +138,7 @@ def test_params_that_say_nothing_are_refused():
         audit(jnp.sum, X, params={"w": X}, backward=True)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_modules_hold_their_parameters_themselves():
     fn, net, x = _of_nnx()
     told = r"^params='net' names arguments, but here the parameters are held"

@@ -140,6 +140,7 @@ def assert_pasted(printed: Iterable[str], modules: Iterable[str]) -> None:
     assert pasted and pasted == {path: {path.removeprefix("Net:")} for path in pasted}
 
 
+@pytest.mark.cases(slow=1)
 @EACH
 def test_every_tool_prints_paths_that_rules_take(kind):
     wing, make = MODELS[kind]
@@ -171,6 +172,7 @@ def wide_dots(report: Any) -> set[str]:
     return dots(report, "float32")
 
 
+@pytest.mark.cases(slow=2)
 @EACH
 @pytest.mark.parametrize("way", ["scope", "port", "autocast", "audit"])
 def test_a_printed_path_puts_its_module_and_what_is_below_in_float32_and_nothing_else(kind, way):
@@ -202,6 +204,7 @@ def test_a_printed_path_puts_its_module_and_what_is_below_in_float32_and_nothing
         assert below and found == below, path
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("mod", [flax_linen, linen])
 def test_rules_with_the_class_are_told_how_paths_begin(mod):
     model = linen_model(mod)
@@ -244,6 +247,7 @@ class NnxCritic(NnxGenerator):
     pass
 
 
+@pytest.mark.slow
 def test_models_of_one_program_are_told_apart_by_their_classes():
     generator, critic = LinenGenerator(), LinenCritic()
     variables = [model.init(jax.random.key(0), X) for model in (generator, critic)]
@@ -364,6 +368,7 @@ def assert_rows(paths: Any, names: tuple[str, ...] = FEW) -> None:
     assert {path for path in paths if path and not path.endswith("Net:")} == expected
 
 
+@pytest.mark.cases(slow=3)
 @EACH_WING
 def test_audit_has_a_row_for_each(wing):
     _, fn, args = named_model(wing, NAMES)
@@ -372,6 +377,7 @@ def test_audit_has_a_row_for_each(wing):
     assert all(part in str(report) for name in NAMES for part in name.split("/"))
 
 
+@pytest.mark.cases(slow=2)
 @EACH_WING
 def test_compare_suggest_and_explain_have_a_row_for_each_and_rules_name_them(wing):
     _, fn, args = named_model(wing)
@@ -385,6 +391,7 @@ def test_compare_suggest_and_explain_have_a_row_for_each_and_rules_name_them(win
     assert_rows(record.path for record in autocast(fn, HALF).explain(*args).records)
 
 
+@pytest.mark.cases(fast=1, slow=29)
 @EACH_WING
 @pytest.mark.parametrize("name", FEW)
 def test_autocast_ports_and_assertions_obey_patterns_of_each(wing, name):
@@ -398,6 +405,7 @@ def test_autocast_ports_and_assertions_obey_patterns_of_each(wing, name):
     assert_dots_in(ported, args, "bfloat16", allow=[re.escape(name)])
 
 
+@pytest.mark.cases(slow=3)
 @EACH_WING
 @pytest.mark.parametrize(("pattern", "wide"), [("a", ["a", "a/b"]), ("a/b", ["a/b"])])
 def test_a_slash_in_a_name_divides_it_for_rules_and_for_tools(wing, pattern, wide):
@@ -409,6 +417,7 @@ def test_a_slash_in_a_name_divides_it_for_rules_and_for_tools(wing, pattern, wid
     assert [op.path for op in dots if "float32" in op.operands] == wide
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", ["a", "a/b", "a/a"])
 def test_a_model_whose_call_calls_its_base_class_has_one_path(name):
     class Shifted(linen.Dense):
@@ -426,6 +435,7 @@ def test_a_model_whose_call_calls_its_base_class_has_one_path(name):
         assert report.paths == (path,)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("wing", ["Flax's linen", "linen"])
 def test_names_are_known_where_params_are_closed_over_and_where_jit_traced_before(wing):
     _, fn, (variables, x) = named_model(wing)

@@ -169,6 +169,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("no", ({}, {"NO_COLOR": "1"}, {"TERM": "dumb"}))
 @pytest.mark.parametrize("file", (Terminal, io.StringIO))
 def test_colours_are_for_terminals_and_for_nobody_who_said_no(report, monkeypatch, no, file):

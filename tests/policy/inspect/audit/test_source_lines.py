@@ -56,6 +56,7 @@ def line(text: str) -> list[int]:
     return [i for i, each in enumerate(lines, 1) if each.endswith(text)]
 
 
+@pytest.mark.cases(fast=1)
 @WINGS
 def test_every_operation_and_finding_is_of_a_line_of_the_model(wing):
     fn, args = model_of(wing)
@@ -69,6 +70,7 @@ def test_every_operation_and_finding_is_of_a_line_of_the_model(wing):
     assert all(HERE.fullmatch(finding.source) for finding in report.findings), report
 
 
+@pytest.mark.cases(slow=2)
 @WINGS
 def test_compare_names_the_line_and_operation_that_made_an_error_and_no_cast_of_a_boundary(wing):
     fn, args = model_of(wing)
@@ -80,6 +82,7 @@ def test_compare_names_the_line_and_operation_that_made_an_error_and_no_cast_of_
     assert jump.primitive == "mul" and overflowing and jump.source in str(comparison)
 
 
+@pytest.mark.slow
 def test_a_scan_of_a_model_names_the_line_in_the_body():
     class Step(flax_linen.Module):
         @flax_linen.compact
@@ -100,6 +103,7 @@ def test_a_scan_of_a_model_names_the_line_in_the_body():
     assert dots == {f"test_source_lines.py:{number} (Step.__call__)"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nn", [flax_linen, linen])
 def test_a_layer_that_no_code_of_a_users_calls_is_named_by_its_path_and_class(nn):
     model = nn.Sequential([nn.Dense(8, dtype=jnp.bfloat16), nn.Dense(3, dtype=jnp.bfloat16)])
@@ -113,6 +117,7 @@ def test_a_layer_that_no_code_of_a_users_calls_is_named_by_its_path_and_class(nn
     assert "MultiHeadDotProductAttention" in sources and "query (DenseGeneral)" in sources
 
 
+@pytest.mark.slow
 def test_a_library_of_a_third_party_counts_as_the_users_code(tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "their_models"
     package.mkdir(parents=True)
@@ -145,6 +150,7 @@ class NnxDoubles(nnx.Module):
         return doubled(x)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_equal_modules_have_the_lines_of_their_own_code(wing):
     if wing == "linen":

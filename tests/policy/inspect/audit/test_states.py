@@ -29,6 +29,7 @@ def sums_of(report: Any) -> dict[str, str]:
     return {f.message.partition(",")[0]: f.primitive for f in carried(report)}
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("moments", (None, "bfloat16"))
 @pytest.mark.parametrize("mode", ("remainder", "stochastic", "full", "auto"))
 def test_parameters_and_moments_of_mixed_precision_are_no_finding(mode, moments):
@@ -114,6 +115,7 @@ def _in_one_dictionary(model: Any, state: Any, x: Any) -> Any:
     return {"params": state["params"], "stats": _applied(model, state, x)[1]["stats"]}
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("wrap", (lambda cls: cls, nn.remat, nn.jit), ids=("plain", "remat", "jit"))
 @pytest.mark.parametrize("way", (_applied, _beside_a_loss, _in_one_dictionary))
 def test_running_statistics_of_linen_are_found(way, wrap):
@@ -163,6 +165,7 @@ def test_running_statistics_of_nnx_are_found():
         assert "['inner']['mean']" in found.message
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("jit", (lambda fn: fn, nnx.jit), ids=("plain", "jit"))
 def test_a_step_of_nnx_optimizer_in_half_is_found_once_for_parameters_and_each_moment(jit):
     def step(model: Any, optimizer: Any, x: Any) -> None:

@@ -40,6 +40,7 @@ def paths(rows: Any) -> list[str]:
 # -------------------------------------------------------------------------------------- the numbers
 
 
+@pytest.mark.slow
 def test_the_statistics_of_two_arrays_are_what_numpy_says() -> None:
     reference = np.array([1.0, 2.0, 1e-9, 1e-5, 1e6, -3.0, 0.0, np.inf], np.float32)
     with np.errstate(over="ignore"):
@@ -51,6 +52,7 @@ def test_the_statistics_of_two_arrays_are_what_numpy_says() -> None:
     assert math.isinf(found["error"]) and found["distance"] == 1 and math.isinf(found["largest"])
 
 
+@pytest.mark.slow
 def test_error_and_cosine_are_those_of_the_vectors_and_fills_of_masks_are_left_out() -> None:
     truth = RNG.normal(size=(64,))
     value = truth + 0.1 * RNG.normal(size=(64,))
@@ -61,6 +63,7 @@ def test_error_and_cosine_are_those_of_the_vectors_and_fills_of_masks_are_left_o
     np.testing.assert_allclose(found[:2], np.array([relative(value, truth), 1 - cosine]), rtol=1e-5)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(("scale", "error"), [(1e-28, 1.0), (1e25, 0.0)])
 def test_numbers_whose_squares_float32_does_not_hold_have_an_error_below_1e18(scale, error):
     reference = jnp.asarray([1.0, 2.0, -3.0], F32) * F32(scale)
@@ -68,6 +71,7 @@ def test_numbers_whose_squares_float32_does_not_hold_have_an_error_below_1e18(sc
     assert found[0] == error and found[2] == 1.0
 
 
+@pytest.mark.slow
 def test_each_row_says_what_running_the_function_twice_says() -> None:
     w, x = normal(8, 8), normal(4, 8)
     comparison = compare(half_model, w, x)
@@ -85,6 +89,7 @@ def test_each_row_says_what_running_the_function_twice_says() -> None:
     assert comparison.first_jump is None
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_running_the_derivative_twice() -> None:
     w, x = normal(8, 8), normal(4, 8)
     loss = lambda params, x: jnp.square(half_model(params["w"], x)).sum()  # noqa: E731
@@ -98,6 +103,7 @@ def test_gradients_are_those_of_running_the_derivative_twice() -> None:
     assert comparison.gradients[0].error > 0
 
 
+@pytest.mark.slow
 def test_a_loss_scale_lifts_gradients_out_of_the_underflow() -> None:
     def loss(w: Any, x: Any) -> Any:
         with jax.named_scope("dense"):
@@ -140,6 +146,7 @@ def weights() -> Any:
     return tuple(jnp.asarray(generator.normal(size=s), F32) for s in ((4, 8), (2, 8, 8)))
 
 
+@pytest.mark.slow
 def test_an_overflow_at_depth_is_named_and_its_successors_are_not(weights: Any) -> None:
     comparison = compare(lambda x, ws: deep(6, x, ws, F16, planted=3), *weights)
     assert comparison.first_jump == "layer_3/dense" and comparison.jump_step is None
@@ -149,6 +156,7 @@ def test_an_overflow_at_depth_is_named_and_its_successors_are_not(weights: Any) 
     assert "The error jumps first at layer_3/dense, in mul, test_compare.py:" in str(comparison)
 
 
+@pytest.mark.slow
 def test_a_clean_model_jumps_nowhere_in_either_half_dtype(weights: Any) -> None:
     for dtype in (F16, BF16):
         comparison = compare(lambda x, ws, dtype=dtype: deep(2, x, ws, dtype), *weights)
@@ -156,6 +164,7 @@ def test_a_clean_model_jumps_nowhere_in_either_half_dtype(weights: Any) -> None:
         assert all(0 < row.error < 0.05 for row in comparison.activations)
 
 
+@pytest.mark.slow
 def test_an_overflow_in_one_step_of_a_scan_is_named_with_its_step() -> None:
     def layers(x: Any, scales: Any) -> Any:
         def layer(x: Any, scale: Any) -> Any:
@@ -176,6 +185,7 @@ def test_an_overflow_in_one_step_of_a_scan_is_named_with_its_step() -> None:
     assert compare(layers, normal(4), scales).notes[0].startswith("NaN in the inputs: args[1].")
 
 
+@pytest.mark.slow
 def test_underflow_and_cancellation_are_jumps_of_the_layers_that_make_them() -> None:
     def small(x: Any) -> Any:
         with jax.named_scope("fine"):
@@ -286,6 +296,7 @@ BRANCHES = (_cond, _cond_on_half, *LOOPS, _remat, _custom, _platform)
 PROGRAMS = {f.__name__: f for f in (*BRANCHES, _scattered, _sorted, _dropped, _bits, _linear)}
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_outputs_of_both_programs_are_those_of_running_each_by_itself(name: str) -> None:
     """The float32 program is the same function with its half dtypes taken for float32."""
@@ -332,6 +343,7 @@ def test_host_callbacks_that_return_nothing_fire_once_and_others_in_both_program
     assert len(seen) == 4 + 3 and comparison.error < 0.01
 
 
+@pytest.mark.slow
 def test_statistics_inside_shard_map_are_those_of_the_whole_arrays() -> None:
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -353,6 +365,7 @@ def test_statistics_inside_shard_map_are_those_of_the_whole_arrays() -> None:
     assert with_gradients.parameters[0].error > 0
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_in_a_checkpoint_has_no_second_row() -> None:
     def loss(w: Any, x: Any) -> Any:
         def layer(x: Any, _: Any) -> Any:
@@ -370,6 +383,7 @@ def test_what_is_computed_again_in_a_checkpoint_has_no_second_row() -> None:
     assert len(comparison["layer"].steps) == 3 == len(comparison.gradients[1].steps)
 
 
+@pytest.mark.slow
 def test_a_scan_whose_gradients_underflow_says_so() -> None:
     def loss(w: Any, x: Any) -> Any:
         def layer(x: Any, w: Any) -> Any:
@@ -392,6 +406,7 @@ class Model(nn.Module):
         return nn.Dense(2, name="head")(nn.gelu(nn.Dense(8, name="body")(x)))
 
 
+@pytest.mark.slow
 def test_layers_of_ours_obey_the_policy_and_boundary_casts_are_no_module() -> None:
     model, x = Model(), normal(4, 8)
     comparison = compare(model.apply, model.init(jax.random.key(0), x), x, policy="mixed_bfloat16")
@@ -399,6 +414,7 @@ def test_layers_of_ours_obey_the_policy_and_boundary_casts_are_no_module() -> No
     assert paths(comparison.activations) == ["Model:", "body", "head"]
 
 
+@pytest.mark.slow
 def test_flax_models_are_compared_under_autocast_or_as_they_are_written() -> None:
     x = normal(4, 8)
     for dtype, given, route in ((None, "mixed_float16", "autocast"), (BF16, None, "as written")):
@@ -412,6 +428,7 @@ def test_flax_models_are_compared_under_autocast_or_as_they_are_written() -> Non
         assert 0 < comparison["layers_1"].error < 0.02
 
 
+@pytest.mark.slow
 def test_nnx_models_are_named_and_keep_their_state() -> None:
     class Net(flax_nnx.Module):
         def __init__(self, rngs: flax_nnx.Rngs):
@@ -500,6 +517,7 @@ def test_nan_in_the_inputs_and_in_float32_itself_are_reported() -> None:
     assert comparison.outputs[0].undefined == pytest.approx(2 / 3)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("arguments", "options", "text"),
     [
@@ -514,6 +532,7 @@ def test_what_can_not_be_compared_is_refused_by_name(arguments, options, text):
         compare(*arguments, **options)
 
 
+@pytest.mark.slow
 def test_a_row_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(KeyError, match=r"No row 'third'\. Rows: first, second"):
         compare(half_model, normal(8, 8), normal(4, 8))["third"]

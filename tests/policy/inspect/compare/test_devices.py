@@ -44,6 +44,7 @@ def errors(rule: str, wing: str) -> Any:
     return {row.path: row.error for row in found.rows if row.kind == "activation"}
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_a_float32_rule_holds_on_a_tpu_and_the_default_precision_costs_bfloat16s_error(wing):
     assert errors("float32", wing)["router"] < 1e-6
@@ -62,6 +63,7 @@ def test_a_float32_program_differs_on_devices_by_their_passes():
     assert compare(jnp.dot, X, w).error == 0
 
 
+@pytest.mark.slow
 def test_passes_inside_of_a_scan_and_of_gradients_are_measured():
     w = jax.random.normal(jax.random.key(1), (16, 16)) / 4
 
@@ -102,6 +104,7 @@ def test_an_argmax_of_half_precision_is_reported_with_the_share_that_differs() -
 DIFFERING = np.asarray(NUMBERS.astype(BF16) > 1) != np.asarray(NUMBERS > 1)
 
 
+@pytest.mark.slow
 def test_integers_and_booleans_that_leave_a_module_have_rows_too() -> None:
     def routed(x: Any) -> Any:
         with jax.named_scope("router"):
@@ -128,6 +131,7 @@ def test_the_share_that_differs_in_each_step_of_a_scan_is_in_its_steps() -> None
     np.testing.assert_allclose(steps, np.mean(DIFFERING, -1), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_complex_outputs_have_the_error_of_complex_vectors() -> None:
     def spectrum(x: Any) -> Any:
         with jax.named_scope("spectrum"):
@@ -147,6 +151,7 @@ def test_eight_bit_floats_are_measured() -> None:
     assert comparison.outputs[0].dtype == "float8_e4m3fn" and 0.01 < comparison.error < 0.1
 
 
+@pytest.mark.slow
 def test_nothing_differs_is_said_only_of_what_was_measured() -> None:
     key = compare(lambda x: jax.random.key(0), NUMBERS)
     assert key.rows == () and key.notes == (

@@ -69,6 +69,7 @@ TRUTHS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=15)
 @pytest.mark.parametrize("dtype", (F16, BF16))
 @pytest.mark.parametrize("name", TRUTHS)
 def test_errors_are_those_against_float64_though_constants_were_rounded(name, dtype):
@@ -85,6 +86,7 @@ def test_errors_are_those_against_float64_though_constants_were_rounded(name, dt
     assert comparison.unpaired == () and right > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", (F16, BF16))
 def test_gradients_are_measured_against_those_of_float64s_constants(dtype: Any) -> None:
     def wide(x: Any) -> Any:
@@ -133,11 +135,13 @@ def all_zero(model: Any) -> tuple[Any, Any]:
     return variables, x
 
 
+@pytest.mark.slow
 def test_own_code_divides_in_float32_which_holds_the_epsilon() -> None:
     comparison = compare(Scaled().apply, *all_zero(Scaled()), policy="mixed_float16")
     assert comparison.error == 0 and comparison.first_jump is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "policy"), [(KeptScaled(), "mixed_float16"), (FlaxScaled(), None)]
 )
@@ -182,6 +186,7 @@ class Scanned(nn.Module):
         return scan(Block(attends=False, name="blocks"), x, None)[0]
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("model", "policy"), [(Block(), "mixed_float16"), (Scanned(), "mixed_bfloat16")]
 )
@@ -220,6 +225,7 @@ class Layers(nn.Module):
         return {name: layer(x) for name, layer in layers.items()}
 
 
+@pytest.mark.slow
 def test_every_kind_of_layer_pairs_and_its_reference_is_what_float32_computes() -> None:
     layers, x, policy = Layers(), 3 + normal(2, 5, 8), "mixed_float16"
     variables = jax.jit(layers.init)(jax.random.key(0), x)
@@ -240,6 +246,7 @@ def test_every_kind_of_layer_pairs_and_its_reference_is_what_float32_computes() 
         np.testing.assert_allclose(row.error, truth, rtol=0.02, err_msg=row.path)
 
 
+@pytest.mark.slow
 def test_an_nnx_model_that_holds_its_policy_pairs() -> None:
     class Net(nnx.Module):
         def __init__(self, rngs: flax_nnx.Rngs):
@@ -255,6 +262,7 @@ def test_an_nnx_model_that_holds_its_policy_pairs() -> None:
     assert 0 < comparison.error < 1e-2
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_under_autocast_has_all_constants_of_its_float32_trace(name: str) -> None:
     params, x, fn = MODELS[name].params, MODELS[name].x, MODELS[name].fn
@@ -323,6 +331,7 @@ DRAWS: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("draw", DRAWS)
 def test_float32_draws_the_same_numbers_as_half_precision(draw, dtype):

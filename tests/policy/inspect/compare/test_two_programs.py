@@ -44,6 +44,7 @@ def double(w: Any, x: Any, dtype: Any) -> Any:
         return first, (first @ w.astype(dtype)).astype(F32)
 
 
+@pytest.mark.slow
 def test_rows_beside_another_function_are_those_of_running_both() -> None:
     w, x = normal(8, 8), normal(4, 8)
     half, wide = (lambda w, x, d=dtype: double(w, x, d) for dtype in (BF16, F16))
@@ -57,6 +58,7 @@ def test_rows_beside_another_function_are_those_of_running_both() -> None:
     assert found["first"].dtype == "bfloat16" and found["second"].entering == found["first"].error
 
 
+@pytest.mark.slow
 def test_log_probs_differ_by_their_rms_in_nats_and_impossible_tokens_are_left_out() -> None:
     logits = normal(16, 32, scale=4.0)
     logits = logits.at[3].set(-jnp.inf).at[3, 0].set(0)
@@ -135,6 +137,7 @@ def loss_of(wing: str) -> tuple[Any, Any]:
     return lambda params, x: jnp.square(plain(params, x)).mean(), params
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("wing", ["linen", "nnx", "plain", "scanned"])
 def test_beside_the_policy_float32_is_beside_float32_forward_and_backward(wing: str) -> None:
     loss, params = loss_of(wing)
@@ -152,6 +155,7 @@ def test_beside_the_policy_float32_is_beside_float32_forward_and_backward(wing: 
     assert found.parameters and found.gradients and found.first_jump is None
 
 
+@pytest.mark.slow
 def test_float16_is_nearer_than_bfloat16_and_rules_are_the_compared_policys_alone() -> None:
     model = lambda x: Net().apply(variables, x)  # noqa: E731
     variables, x = Net().init(jax.random.key(0), normal(4, 8)), normal(4, 8)
@@ -232,6 +236,7 @@ def nnx_calls(gain: float) -> tuple[Any, Any, Any]:
     return trainer, sampler, XDecoder(nnx.Rngs(0))
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("calls", [linen_calls, nnx_calls])
 def test_a_sampler_with_a_cache_is_compared_module_by_module(calls: Any) -> None:
     x = normal(2, LENGTH, WIDTH)
@@ -246,6 +251,7 @@ def test_a_sampler_with_a_cache_is_compared_module_by_module(calls: Any) -> None
     assert found["attention"].error < 1e-6 and found["mlp"].error < 1e-6 and found.rms > 0.1
 
 
+@pytest.mark.slow
 def test_the_first_module_whose_parameters_differ_is_the_first_jump() -> None:
     variables, x = Net().init(jax.random.key(0), normal(4, 8)), normal(4, 8)
     other = jax.tree.map(jnp.array, variables)
@@ -258,6 +264,7 @@ def test_the_first_module_whose_parameters_differ_is_the_first_jump() -> None:
     assert compare(model, x, beside=(after, x)).first_jump == "head"
 
 
+@pytest.mark.slow
 def test_a_port_is_compared_with_the_original_and_its_gradients_too() -> None:
     class Original(flax.linen.Module):
         @flax.linen.compact
@@ -296,6 +303,7 @@ def test_scanned_layers_are_compared_step_by_step() -> None:
     assert steps[0] == 0 < steps[1] and len(steps) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "keeps_axis"), [(2, True), (2, False), (LENGTH, False)])
 def test_a_scan_over_tokens_stands_for_an_axis_where_one_alone_can(rows: int, keeps_axis: bool):
     def layers(x: Any, ws: Any) -> Any:
@@ -380,6 +388,7 @@ def test_both_programs_multiply_as_the_device() -> None:
     assert compare(lambda w, x: x @ w, w, x, on="tpu", beside=lambda w, x: x @ w).error == 0
 
 
+@pytest.mark.slow
 def test_the_text_the_picture_and_json_name_the_reference() -> None:
     def trainer(x: Any) -> Any:
         return jnp.sin(x) * jnp.float32(1.1)

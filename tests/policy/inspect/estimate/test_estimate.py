@@ -111,6 +111,7 @@ def test_gradients_are_estimated_too():
     assert both.outputs >= forward.outputs + size(W)
 
 
+@pytest.mark.slow
 def test_an_example_is_made_anew_under_each_policy_with_the_rows_options():
     kept = {"master_weights": "remainder"}
     cases: dict[str, tuple[str, Any]] = {
@@ -137,6 +138,7 @@ def test_an_example_may_require_a_mesh_and_needs_no_other_default():
         estimate(lambda mesh, w, x: w @ x, policies=["float32"])
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("text", ["float32", "mixed_bfloat16"])  # by the scope, and by autocast
 def test_arguments_are_donated_by_the_jitted_function_or_by_position(text):
     step = lambda w, x: (w - 0.1 * jax.grad(loss)(w, x), x.sum())  # noqa: E731
@@ -194,6 +196,7 @@ def test_an_nnx_model_is_built_under_each_policy():
     assert all(row.outputs < 100 for row in rows.rows)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(("text", "width"), [("bfloat16", 2), ("mixed_bfloat16", 4)])
 def test_the_result_of_an_identity_is_an_output(text, width):
     # The last operation of a layer with a bias is an identity, for the bias's gradient.
@@ -231,6 +234,7 @@ def test_a_bound_method_and_a_module_are_functions():
     assert by_method.matmul_flops == {"float32": 2 * 16 * 64 * 64}
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     ("fn", "args", "arguments", "outputs"),
     [
@@ -300,6 +304,7 @@ def test_a_call_that_makes_no_sense_is_refused(args, options, message):
         estimate(*args, **({"policies": ["float32"]} | options))
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("policies", "rows"),
     [

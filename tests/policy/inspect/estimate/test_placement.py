@@ -186,6 +186,7 @@ def test_more_gpus_than_a_machine_has_are_a_note():
     assert not placement_of(target, {"data": 8}, None, [X]).notes
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("mesh", [4, {"data": 0}, {}])
 def test_a_mesh_is_a_mapping_of_sizes(mesh):
     with pytest.raises(TypeError, match="mesh should be a dict of axes and their sizes, such as"):

@@ -158,6 +158,7 @@ def test_more_programs_are_compiled_where_that_is_asked_for():
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_row_is_compiled_with_its_batch_and_its_checkpoint_policy():
     found = estimate(batch=[8, 16], remat=["full", "names:hidden", "dots_saveable", "none"])
     repeated = {"full": 1, "names:hidden": 1 / 2}  # of forward
@@ -193,6 +194,7 @@ def counted(function: Any, *shapes: tuple[int, ...]) -> float:
     return model_flops(Graph(jax.make_jaxpr(function)(*given)))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("text", ["float32", "mixed_bfloat16"])
 def test_model_flops_leave_out_what_layers_repeat(text):
     x = ShapeDtypeStruct((16, 32), jnp.float32)

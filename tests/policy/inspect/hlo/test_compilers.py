@@ -75,6 +75,7 @@ ARGUMENTS = [
 ]
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_flops_are_those_of_an_audit_and_times_are_by_module(name):
     found = costs(name, STEP, *on_first(name, ARGUMENTS))
@@ -89,12 +90,14 @@ def test_flops_are_those_of_an_audit_and_times_are_by_module(name):
     assert (compute_seconds(target(name).chip, found) is None) is (name == "cpu")
 
 
+@pytest.mark.slow
 def test_cublass_matmuls_count_as_tritons_do():
     on = on_first("h100", ARGUMENTS)
     found = costs("h100", STEP, *on, xla_gpu_enable_triton_gemm=False)
     assert found.flops == costs("h100", STEP, *on).flops
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ("h100", "a100"))
 def test_attention_runs_in_cudnns_kernel_for_gpus_that_are_not_there(name):
     def loss(query, key, value):
@@ -111,6 +114,7 @@ def test_attention_runs_in_cudnns_kernel_for_gpus_that_are_not_there(name):
     assert [note for note in row.notes if "cuDNN's kernel, whose workspace is not known" in note]
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("precision", "key", "peak"),
     [("default", "float32", 494.75e12), ("highest", "float32, highest", 67e12)],
@@ -123,6 +127,7 @@ def test_a_float32_matmul_of_highest_precision_takes_longer_on_a_gpu(precision, 
     assert found.time == pytest.approx(2 * size**3 / peak, rel=0.01)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("name", "dtype"), [("h100:8", "float32"), ("v5e:2x2", "bfloat16")])
 def test_a_scanned_and_sharded_models_exchanges_count_each_turn(name, dtype):
     on, turns, width = target(name), 5, 1024
@@ -185,6 +190,7 @@ LOOPS = [scanned, reversed_scan, nested_scan, mapped, fori]
 GRADIENTS = [gradient(f) for f in (scanned, reversed_scan, nested_scan, rematerialised, mapped)]
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @pytest.mark.parametrize("name", CHIPS)
 @pytest.mark.parametrize("function", [*LOOPS, *GRADIENTS])
 def test_a_loop_runs_as_often_as_it_was_told(name, function):
@@ -193,6 +199,7 @@ def test_a_loop_runs_as_often_as_it_was_told(name, function):
     assert found in ({7}, {5, 7})
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ["v5e", "v6e"])
 def test_a_large_matmuls_cycles_are_the_published_peaks(name):
     chip = target(name).chip
@@ -210,6 +217,7 @@ def test_the_text_of_a_compiled_program_has_the_compilers_cycles():
     assert '"estimated_cycles":' in compiled_step(lowered, chip, ("x", "y")).text
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("turns", [None, 3])
 def test_splash_attention_counts_the_blocks_that_a_causal_mask_leaves(turns):
     chip = target("v5e:1x1")
@@ -229,6 +237,7 @@ def test_splash_attention_counts_the_blocks_that_a_causal_mask_leaves(turns):
     assert found.flops == {"bfloat16": 3 / 4 * matmuls * 2 * (2 * 1024 * 4 * 128) * 1024}
 
 
+@pytest.mark.slow
 def test_a_program_that_is_too_large_has_no_cycles_bytes_and_kernels():
     """Its text is not the final one: costs of it were below what its matmuls take at the peak."""
     array = ShapeDtypeStruct((3 * 2**20, 1024), F32)
@@ -239,6 +248,7 @@ def test_a_program_that_is_too_large_has_no_cycles_bytes_and_kernels():
     assert "lacks" in str(found)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ["h100", "v5e"])
 def test_a_state_in_the_hosts_memory_counts_apart_from_the_devices(name):
     params = {"w": ShapeDtypeStruct((32, 128), jnp.bfloat16)}

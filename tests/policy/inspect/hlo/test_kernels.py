@@ -54,6 +54,7 @@ CASES = {
 }
 
 
+@pytest.mark.cases(fast=5)
 @pytest.mark.parametrize("case", CASES)
 def test_flops_are_those_of_xlas_own_count(case):
     function, *arguments = CASES[case]

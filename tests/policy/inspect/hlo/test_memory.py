@@ -135,6 +135,7 @@ def test_a_compiler_that_ran_out_of_memory_is_read():
     assert program is None and dump == read_dump(OUT_OF_MEMORY)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     "fails", [Fails("INTERNAL: out of luck"), Fails("RESOURCE_EXHAUSTED: out of luck", files=False)]
 )
@@ -241,6 +242,7 @@ CONVOLUTION = "ROOT %r = f32[4,8,8,2]{3,2,1,0} convolution(%p0, %p1), dim_labels
 WINDOWED = "ROOT %r = f32[1,2]{1,0} reduce-window(%p2, %p3), window={size=32x32}"
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
@@ -259,6 +261,7 @@ def test_a_library_kernel_copies_what_it_reads(body, expected):
     assert library_scratch(text.replace("KIND", '"__triton"')) == 0
 
 
+@pytest.mark.slow
 def test_an_estimate_on_a_processor_counts_the_copy_and_says_so():
     x = ShapeDtypeStruct((64, 1024), F32)
     fn = lambda x: jnp.sum(x, 0)  # noqa: E731

@@ -111,6 +111,7 @@ def test_programs_of_several_models_name_them():
     assert list(by_spelled_path(paths)) == ["", "Critic:head", "Actor:head"]
 
 
+@pytest.mark.slow
 def test_a_path_that_lost_its_beginning_counts_for_the_whole_one():
     text = PROGRAM.replace("jit(f)/jvp(Net)/third/add", "jit(f)/first/add")
     costs = costs_of(text, lambda flops, moved: 1.0)

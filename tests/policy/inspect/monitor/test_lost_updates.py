@@ -46,6 +46,7 @@ def record_of(step, *args):
     return result, snapshot.record()
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("rate", [1e-3, 0.0])
 def test_lost_updates_of_optax_are_those_that_change_no_param(dtype, rate):
@@ -65,6 +66,7 @@ def test_lost_updates_of_optax_are_those_that_change_no_param(dtype, rate):
         assert 0 < lost_of(record)["w"] < 1
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_what_is_stored_beside_params_loses_no_update(mode, dtype):
@@ -88,6 +90,7 @@ def test_what_is_stored_beside_params_loses_no_update(mode, dtype):
         assert lost == {"w": 0, "b": 0}
 
 
+@pytest.mark.slow
 def test_a_train_state_holds_params_beside_its_optimizer():
     params, x = weights(), jnp.ones((4, 8))
     state = TrainState.create(apply_fn=gradients_of, params=params, tx=optax.sgd(1e-4))
@@ -105,6 +108,7 @@ def test_a_train_state_holds_params_beside_its_optimizer():
         assert lost[f"params/{name}"] == np.mean(is_lost) > 0
 
 
+@pytest.mark.slow
 def test_a_skipped_step_has_no_updates():
     params, x = weights(), jnp.full((4, 8), jnp.inf)
     tx = policy.mixed_precision(optax.sgd(1e-4), "bfloat16", loss_scale="dynamic")
@@ -120,6 +124,7 @@ def test_a_skipped_step_has_no_updates():
     assert record["first"]["entered"] == "x"
 
 
+@pytest.mark.slow
 def test_an_update_of_several_params_at_once_and_of_a_scan_over_steps():
     params, x = weights(), jnp.ones((4, 8))
 

@@ -31,6 +31,7 @@ def rows_of(record):
     return {(row["path"], row["kind"]): row for row in record["rows"]}
 
 
+@pytest.mark.slow
 def test_the_result_is_that_of_the_step_and_a_snapshot_is_taken_when_it_is_due():
     params, x = given()
     step = jax.jit(policy.monitor(sgd, every=3))
@@ -43,6 +44,7 @@ def test_the_result_is_that_of_the_step_and_a_snapshot_is_taken_when_it_is_due()
     assert taken == [0, None, None, 3, None]
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_a_scan_over_steps_has_a_record_for_each_step_that_was_taken():
     params, x = given()
 
@@ -60,6 +62,7 @@ def test_a_snapshot_of_a_scan_over_steps_has_a_record_for_each_step_that_was_tak
         snapshot.record()
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_taken_whatever_every_is():
     params, x = given()
     record = jax.jit(policy.monitor(sgd))(7, params, x.at[1].set(jnp.inf))[1].record()
@@ -69,6 +72,7 @@ def test_a_step_that_is_not_finite_is_taken_whatever_every_is():
     assert step(7, params, x.at[1].set(jnp.inf))[1].record() is None
 
 
+@pytest.mark.slow
 def test_kinds_are_kept_by_the_rule_of_each_module():
     params, x = given()
     keep = {"up": ("activation", "param"), "w|x": "input", "": "update"}
@@ -81,6 +85,7 @@ def test_kinds_are_kept_by_the_rule_of_each_module():
     }
 
 
+@pytest.mark.slow
 def test_gradients_are_those_that_the_optimizer_reads():
     params, x = given()
     rows = rows_of(policy.monitor(sgd)(0, params, x)[1].record())

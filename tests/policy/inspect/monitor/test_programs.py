@@ -47,6 +47,7 @@ def record_of(step, *args, number=0, **options):
     return snapshot.record()
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_layers_of_a_scan_have_their_own_numbers(remat):
     params, x = given()
@@ -69,6 +70,7 @@ def test_layers_of_a_scan_have_their_own_numbers(remat):
     np.testing.assert_allclose(gradient["largest"], np.abs(whole).max(), rtol=1e-5)
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("layer", [1, 3])
 def test_the_first_operation_that_overflows_is_named_with_its_layer(remat, layer):
@@ -89,6 +91,7 @@ def identity(x, divisor):
 identity.defvjp(lambda x, divisor: (x, divisor), lambda divisor, g: (g / divisor, None))
 
 
+@pytest.mark.slow
 def test_the_backward_pass_of_a_scan_runs_from_the_last_layer():
     params, x = given()
 
@@ -111,6 +114,7 @@ def test_the_backward_pass_of_a_scan_runs_from_the_last_layer():
     assert first["operation"] == "div" and first["line"].startswith("test_programs.py:")
 
 
+@pytest.mark.slow
 def test_numbers_of_microbatches_are_of_all_of_them():
     params, x = given()
 
@@ -139,6 +143,7 @@ def doubled(x):
 doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (3 * g,))
 
 
+@pytest.mark.slow
 def test_derivative_rules_conditionals_and_whiles_are_entered():
     params, x = given()
 
@@ -168,6 +173,7 @@ def test_derivative_rules_conditionals_and_whiles_are_entered():
         assert rows["second", "cotangent"]["size"] == x.size
 
 
+@pytest.mark.slow
 def test_effects_happen_once(capfd):
     params, x = given()
     calls = []

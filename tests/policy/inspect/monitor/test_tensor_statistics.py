@@ -80,6 +80,7 @@ CASES = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=21)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_statistics_are_those_of_numpy(case, dtype):
@@ -113,6 +114,7 @@ def test_limits_are_where_casts_begin_to_lose(name):
         assert np.isfinite(cast(np.nextafter(above, down))) and not np.isfinite(cast(above))
 
 
+@pytest.mark.slow
 def test_squares_of_large_and_small_numbers_do_not_overflow():
     for scale in (1e30, 1e-30):
         array = np.full((5, 5), scale, np.float32)

@@ -253,6 +253,7 @@ def test_layers_of_ours_are_ruled_by_the_scope_and_gradients_have_a_front_too(co
     assert ends[3].seconds != ends[0].seconds
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(("route", "rules"), [("scope", {".*": "float32"}), ("autocast", {})])
 def test_a_known_route_is_taken_whatever_the_rules_leave_in_half(route: Any, rules: Any) -> None:
     """Where rules keep all of it in float32, no matmul says that layers obey the scope."""
@@ -311,6 +312,7 @@ def test_a_module_costs_what_float32_adds_to_its_kernels(half: Any, full: Any, c
 # ----------------------------------------------------------------------------------------- refusals
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("options", "text"),
     [

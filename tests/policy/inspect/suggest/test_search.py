@@ -163,6 +163,7 @@ def budgets(errors: dict[Any, float]) -> list[float]:
 CASES = [(seed, modules, "mixed_float16") for seed, modules in ((0, 4), (1, 6), (2, 8))]
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("seed", "modules", "policy"),
     [*CASES, (2, 8, "mixed_bfloat16"), (3, 8, "mixed_bfloat16")],
@@ -178,6 +179,7 @@ def test_the_set_that_is_found_is_the_cheapest_of_all_subsets(seed, modules, pol
         assert is_cheap(trial, found, errors, budget)
 
 
+@pytest.mark.slow
 def test_the_applied_rules_cost_no_more_than_the_cheapest_that_meet_the_budget() -> None:
     model, *arguments = network(4, 3)
     policy = "mixed_bfloat16"

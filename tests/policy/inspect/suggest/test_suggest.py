@@ -46,6 +46,7 @@ def residual() -> tuple[Any, Any]:
     return {"w": w}, jnp.asarray(generator.normal(size=(4, 8)), F32)
 
 
+@pytest.mark.slow
 def test_exactly_the_planted_layers_are_kept_by_the_rules_that_are_printed(residual, caplog):
     model = cancelling((1, 2, 3))
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
@@ -83,6 +84,7 @@ class Model(nn.Module):
         return nn.Dense(4, name="head")(x)
 
 
+@pytest.mark.slow
 def test_exactly_the_layer_of_ours_that_overflows_is_kept_by_rules_of_the_scope() -> None:
     model, x = Model(), normal(4, 8)
     variables = jax.jit(model.init)(jax.random.key(0), x)
@@ -129,6 +131,7 @@ class KeptSum(Sum):
     layer: ClassVar[Any] = KeptCentred
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("model", "output"), [(Sum(), "float32"), (KeptSum(), "bfloat16")])
 def test_a_module_is_kept_without_its_layers_and_returns_half_to_kept_code_that_is_strict(
     model: Any, output: str
@@ -142,6 +145,7 @@ def test_a_module_is_kept_without_its_layers_and_returns_half_to_kept_code_that_
     assert found.rules == PolicyRules([("layer_1", full), ("layer_1/dense", "mixed_bfloat16")])
 
 
+@pytest.mark.slow
 def test_a_policy_that_meets_the_budget_needs_no_rules(residual: Any) -> None:
     found = suggest(cancelling(()), *residual, error=0.03, policy="mixed_bfloat16")
     assert found.rules == PolicyRules([]) and found.paths == () and found.runs == 2
@@ -149,6 +153,7 @@ def test_a_policy_that_meets_the_budget_needs_no_rules(residual: Any) -> None:
     assert found.error == pytest.approx(found.without, rel=0.5)
 
 
+@pytest.mark.slow
 def test_layers_of_a_scan_are_one_candidate_and_gradients_have_a_budget_of_their_own() -> None:
     def loss(params: Any, x: Any) -> Any:
         def layer(x: Any, w: Any) -> Any:
@@ -225,6 +230,7 @@ def test_a_call_without_rules_to_find_is_refused_by_name(fn: Any, options: Any, 
         suggest(fn, F32(np.full(3, 0.3)), **({"error": 1.0} | options))
 
 
+@pytest.mark.slow
 def test_a_policy_that_a_built_nnx_model_does_not_obey_is_refused_with_the_way_out() -> None:
     model = nnx.Linear(3, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_float16")
     with pytest.raises(ValueError, match=r"No module .* obeys the policy given.* Leave out"):
@@ -288,6 +294,7 @@ def test_a_model_that_carries_its_policy_has_rules_in_it_and_their_error(
     assert relative(result, truth) == pytest.approx(found.error, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_carry_of_a_while_loop_is_rounded_where_its_flag_says_so() -> None:
     def decayed(w: Any, x: Any) -> Any:
         with jax.named_scope("Net"):
@@ -313,6 +320,7 @@ class Slashes(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_rules_name_modules_with_a_slash_in_their_names_and_not_the_part_before_it() -> None:
     model, x = Slashes(), jnp.ones((2, 8))
     variables = jax.jit(model.init)(jax.random.key(0), x)
