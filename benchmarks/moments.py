@@ -39,7 +39,7 @@ import optax
 import policy as mp
 from benchmarks.code_maps import LI_FIRST, LI_SECOND, errors
 from benchmarks.table import Row, run
-from policy.optim import init_from_master
+from policy import init_from_master
 from policy.optim.blockwise import BLOCK, POSITIVE, SIGNED, Format, decode, encode
 
 SEED = 0

@@ -13,6 +13,7 @@ from policy.optim.blockwise import FORMATS, decode, encode
 GOOD = [Row(storage, 7e-4, 7e-4, 0.01, 0.99) for storage in STORAGES]
 
 
+@pytest.mark.slow
 def test_the_small_run_prints_and_writes_every_row(tmp_path, capsys):
     path = tmp_path / "convergence.md"
     assert main(["--small", "--markdown", str(path)]) == 0
@@ -27,6 +28,7 @@ def test_the_stored_figures_miss_no_bound():
     assert complaints(rows_of(figures)) == figures["missed"] == []
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("name", "change", "text"),
     [
@@ -42,6 +44,7 @@ def test_what_does_not_hold_is_named(name, change, text):
     assert any(text in complaint for complaint in complaints(rows))
 
 
+@pytest.mark.slow
 def test_the_maps_of_the_optimizers_codes_give_its_roundings():
     first, second = (x[: 128 * 50] for x in code_maps.moments(2.0))
     for form in FORMATS:
@@ -53,6 +56,7 @@ def test_the_maps_of_the_optimizers_codes_give_its_roundings():
         assert off.mean() < 1e-3  # ties
 
 
+@pytest.mark.slow
 def test_a_quadratic_ends_as_in_float32_in_8_bits_and_not_with_one_linear_scale():
     by_name = {storage.name: storage for storage in moments.STORAGES}
     exact = moments.quadratic(by_name["float32"], 300)

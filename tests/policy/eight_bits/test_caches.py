@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from policy import autocast, get_policy, quantize_cache, use_policy
+from policy import autocast, get_policy, use_policy
 from policy.core.quantization import Quantized
 from policy.eight_bits.quantization import quantize
+from policy.quantized import quantize_cache
 
 X = np.random.default_rng(0).normal(size=(2, 5, 3, 16)).astype(np.float32)
 X *= np.exp(3 * np.random.default_rng(1).normal(size=(2, 5, 3, 1))).astype(np.float32)
@@ -50,6 +51,7 @@ def test_float8_codes_have_scales_that_are_powers_of_two():
     np.testing.assert_array_equal(made.qvalue, (wide / scale).astype(ml_dtypes.float8_e4m3fn))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("dtype", "width", "ratio"), [("int8", 64, 1.013), ("int8", 128, 1.007), ("float8", 64, 1)]
 )
@@ -66,6 +68,7 @@ def test_bfloat16_scales_hardly_add_to_the_error(dtype, width, ratio):
     np.testing.assert_allclose(error(made) / error(wide), ratio, atol=1e-3)
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
 def test_zeros_are_zeros_and_what_is_not_finite_makes_its_own_head_nan(dtype):
     made: Any = quantize_cache(jnp.asarray([[0.0, 0.0], [jnp.nan, 1.0], [jnp.inf, 1.0]]), dtype)

@@ -13,8 +13,8 @@ import optax
 import pytest
 from jax import lax
 
-from policy import apply_gradients, master_params, mixed_precision
-from policy.optim import convert, init_from_master, resync, storage_modes
+from policy import apply_gradients, init_from_master, master_params, mixed_precision
+from policy.optim import convert, resync, storage_modes
 from policy.optim.storage_modes import (
     REMAINDER,
     STORAGE_MODES,
@@ -55,6 +55,7 @@ def test_bfloat16_is_rounded_half_away_from_zero():
     assert round_to(jnp.array([largest], jnp.float32), jnp.bfloat16)[0] == largest
 
 
+@pytest.mark.slow
 def test_a_float32_is_the_same_after_it_was_taken_apart():
     param, low = halves(pack(jnp.asarray(FLOATS)))
     rounded = round_to(jnp.asarray(FLOATS), jnp.bfloat16)
@@ -66,6 +67,7 @@ def test_a_float32_is_the_same_after_it_was_taken_apart():
     assert_same(joined[~np.isnan(FLOATS)], FLOATS[~np.isnan(FLOATS)])
 
 
+@pytest.mark.slow
 def test_halves_taken_in_turn_are_the_halves():
     """TPUs take the low half of a pair from the high one."""
     pair = pack(jnp.asarray(FLOATS))
@@ -114,6 +116,7 @@ def test_on_tpus_the_first_moment_of_each_remainder_is_written_with_its_halves(
     assert found - without == 3 * len(jax.tree.leaves(params)) * is_tied
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("low", [0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
 def test_a_written_param_beside_a_stale_low_half_is_honoured_to_within_an_ulp(low):
     param = jnp.asarray(EVERY_16_BITS.view(ml_dtypes.bfloat16))
@@ -136,6 +139,7 @@ STORED = [
 ]
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @pytest.mark.parametrize(("mode", "dtype"), STORED)
 def test_no_value_written_to_a_param_makes_another_non_finite(mode, dtype):
     params = jnp.asarray(RNG.normal(size=64), dtype)
@@ -156,6 +160,7 @@ def test_no_value_written_to_a_param_makes_another_non_finite(mode, dtype):
                 np.testing.assert_array_equal(finite, ~bad if mode != "full" else True)
 
 
+@pytest.mark.cases(fast=1, slow=6)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(
     "value", [1.0009, -3.3333, 2.0**-14 * 1.3, 2.0**-17 * 1.77, -(2.0**-24) * 1.3, 60000.7]
@@ -177,6 +182,7 @@ def test_stochastic_rounding_gives_the_two_neighbours_and_the_value_on_average(d
         assert off.max() < 6 * (0.25 / 128) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALF)
 def test_stochastic_rounding_leaves_what_fits_and_never_overflows_a_number(dtype):
     exact = jnp.asarray(EVERY_16_BITS.view(dtype))
@@ -187,6 +193,7 @@ def test_stochastic_rounding_leaves_what_fits_and_never_overflows_a_number(dtype
     np.testing.assert_array_equal(round_stochastically(beyond, dtype, jax.random.key(3)), info.max)
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_draws_anew_for_each_step_leaf_and_mapped_part():
     params = {"a": jnp.ones(512, jnp.bfloat16), "b": jnp.ones(512, jnp.bfloat16)}
     half = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-9), params)  # half of the ulp below 1
@@ -241,6 +248,7 @@ def test_every_record_is_listed_under_its_name_with_a_code_of_its_own():
     assert sorted(codes) == [1, 2]  # checkpoints hold them
 
 
+@pytest.mark.slow
 def test_another_record_is_a_mode(other_mode):
     tx, full = (wrapped(optax.sgd(0.0, momentum=0.9), "bfloat16", m) for m in (other_mode, "full"))
     params, state = init_from_master(tx, WIDE)
@@ -280,6 +288,7 @@ def gradients_for(params: Any, steps: int) -> Any:
     return jax.tree.map(one, params)
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("dtype", "mode"),
     [
@@ -332,6 +341,7 @@ def test_adamw_masters_equal_plain_float32_optax_bit_for_bit(dtype, mode, throug
 HALF_MODES = ["auto", "full", "stochastic", "none"]
 
 
+@pytest.mark.cases(fast=1, slow=5)
 @pytest.mark.parametrize(("dtype", "mode"), [*itertools.product(HALF, HALF_MODES)])
 def test_a_thousand_small_steps_move_a_half_precision_weight_unless_it_has_no_master(dtype, mode):
     params = jnp.ones(256, dtype)
@@ -348,6 +358,7 @@ def test_a_thousand_small_steps_move_a_half_precision_weight_unless_it_has_no_ma
     np.testing.assert_allclose(end.astype(jnp.float32).mean(), moved, atol=ulp)
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize(
     ("mode", "dtype", "bits"),
     [
@@ -410,6 +421,7 @@ def test_resync_starts_from_the_params_where_nothing_tells_what_was_written():
     assert_same(master_params(written, resync(written, state)), written.astype(jnp.float32))
 
 
+@pytest.mark.slow
 def test_a_full_master_hands_its_low_bits_to_a_remainder_when_float16_becomes_bfloat16():
     wide = jnp.asarray(RNG.normal(size=50), jnp.float32)
     params, state = init_from_master(wrapped(None, "float16"), wide)
@@ -419,6 +431,7 @@ def test_a_full_master_hands_its_low_bits_to_a_remainder_when_float16_becomes_bf
     assert_same(master_params(cast, state), wide)
 
 
+@pytest.mark.slow
 def test_a_changed_dtype_is_refused_by_name_and_resync_accepts_it():
     params = {"a": {"w": jnp.ones(2)}, "b": jnp.ones(3, jnp.bfloat16)}
     tx = wrapped(None, "bfloat16")

@@ -161,7 +161,7 @@ def trained(tx, dtype, scale=1.0, every=1):
 
     def step(params, opt_state, x):
         loss_fn = lambda p: scale * loss_of(p, x.astype(dtype)).astype(jnp.float32)  # noqa: E731
-        if isinstance(opt_state, policy.MixedPrecisionState):
+        if isinstance(opt_state, policy.optim.MixedPrecisionState):
             factor = policy.loss_scale_of(opt_state)
             loss, gradients = policy.value_and_grad(loss_fn, loss_scale=factor)(params)
             params, opt_state, _ = policy.apply_gradients(tx, params, opt_state, gradients)
