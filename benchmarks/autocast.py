@@ -209,7 +209,7 @@ def compiled(case: Case) -> Iterator[Row]:
         costs[name] = step.lower(*arguments).compile().cost_analysis()
         if costs[name] is None:
             raise RuntimeError(
-                "This backend analyses no costs: run on CPU, with JAX_PLATFORMS=cpu."
+                "This backend analyzes no costs: run on CPU, with JAX_PLATFORMS=cpu."
             )
     for quantity, key in (("bytes", "bytes accessed"), ("flops", "flops")):
         yield Row(quantity, case.name, costs["ours"][key], costs["hand"][key], COMPILED)

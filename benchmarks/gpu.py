@@ -8,7 +8,7 @@ dtypes threaded by hand.
                                              # there is no GPU
 
 Everything is measured in one run, ours and the reference in turn (A B A B), as medians; `+-` is
-half of the range of the ratios of neighbours. Of rates, a ratio above 1 is faster than the
+half of the range of the ratios of neighbors. Of rates, a ratio above 1 is faster than the
 reference. Matmuls of float32 run with TF32 on ("TF32", matmul precision "tensorfloat32") and off
 ("float32", "highest"). `peak` is the share of what the device's data sheet promises in that dtype
 (benchmarks/gpu_peaks.py); for models, of three times the forward pass's FLOPs. MiB is what XLA
@@ -133,7 +133,7 @@ class Report:
                 for line in job.run():
                     self.lines.append(line)
                     print(shown(line), flush=True)
-            except Exception as error:  # an unknown device may refuse anything: say so, and go on
+            except Exception as error:  # an unknown device may reject anything: say so, and go on
                 self.failed[job.name] = (
                     f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
                 )

@@ -28,7 +28,7 @@ class Line(Row):
     """A row of figures with a unit, of which more is better except of seconds and bytes.
 
     Attributes:
-      spread: half of the range of the ratios of neighbouring rounds; None where nothing was timed.
+      spread: half of the range of the ratios of neighboring rounds; None where nothing was timed.
       share: of the device's peak, by its data sheet: ours; None where that is unknown.
     """
 

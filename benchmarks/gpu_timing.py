@@ -1,4 +1,4 @@
-"""Times compiled programs beside each other: A B A B, medians, and how far the ratios of neighbours
+"""Times compiled programs beside each other: A B A B, medians, and how far the ratios of neighbors
 spread.
 """
 
@@ -81,7 +81,7 @@ class Timing:
 
 
 def spread(of: Timing, beside: Timing) -> float:
-    """Half of the range of the ratios of neighbours, beside their median: 0.01 is a percent either
+    """Half of the range of the ratios of neighbors, beside their median: 0.01 is a percent either
     way.
     """
     ratios = [a / b for a, b in zip(of.rounds, beside.rounds, strict=True)]

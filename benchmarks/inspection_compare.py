@@ -107,7 +107,7 @@ def needed(programs: Sequence[Any]) -> float:
 def gigaflops(programs: Sequence[Any]) -> float:
     costs = [compiled.cost_analysis() for compiled in programs]
     if None in costs:
-        raise RuntimeError("This backend analyses no costs: run on CPU, with JAX_PLATFORMS=cpu.")
+        raise RuntimeError("This backend analyzes no costs: run on CPU, with JAX_PLATFORMS=cpu.")
     return sum(one["flops"] for one in costs) / 1e9
 
 

@@ -1,7 +1,7 @@
 """Measures each layer beside Flax's with dtype=bfloat16: those that run Flax's program, and those
 that are repaired.
 
-    python -m benchmarks.layers           # the table, both wings: 1 minute; nothing is run
+    python -m benchmarks.layers           # the table, both APIs: 1 minute; nothing is run
     python -m benchmarks.layers --check   # exits with 1 where a ratio misses its bound
     python -m benchmarks.layers --small   # as they are lowered, nothing is compiled: 15 seconds
     python -m benchmarks.layers --json FILE
@@ -28,11 +28,11 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.models import (
+    APIS,
     BF16,
     F32,
     POLICY,
     REFERENCE,
-    WINGS,
     Program,
     compiled,
     lowered,
@@ -48,11 +48,11 @@ SAME: dict[str, float] = dict.fromkeys(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layer in both wings.
+    """A layer in both APIs.
 
     Attributes:
       name: as it is printed.
-      linen, nnx: makes the layer from a wing and its options, a dtype or none among them.
+      linen, nnx: makes the layer from an API and its options, a dtype or none among them.
       shape: of its input.
       repair: what ours does that Flax's does not.
       bounds: the largest ratios.
@@ -71,8 +71,8 @@ class Case:
     def x(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, jnp.int32 if self.integers else BF16)
 
-    def program(self, wing: str, *, ours: bool) -> Program:
-        return (_linen if wing == "linen" else _nnx)(self, ours)
+    def program(self, api: str, *, ours: bool) -> Program:
+        return (_linen if api == "linen" else _nnx)(self, ours)
 
     def differentiated(self, params: Any) -> tuple[Any, Any]:
         """The arguments that the derivative is taken by: the params, and the input unless it is
@@ -86,15 +86,15 @@ def _objective(outputs: Any) -> jax.Array:
 
 
 def _linen(case: Case, ours: bool) -> Program:
-    wing: Any = linen if ours else flax.linen
+    api: Any = linen if ours else flax.linen
     make, options = case.linen, {} if ours else {"dtype": BF16}
 
-    class Holder(wing.Module):
+    class Holder(api.Module):
         """Obeys the policy, so that the layer inside returns compute_dtype, as Flax's does."""
 
-        @wing.compact
+        @api.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            return _objective(make(wing, **options)(x))
+            return _objective(make(api, **options)(x))
 
     holder = Holder(dtype_policy=POLICY) if ours else Holder()
     state = dict(jax.eval_shape(holder.init, jax.random.key(0), case.x))
@@ -108,12 +108,12 @@ def _linen(case: Case, ours: bool) -> Program:
 
 
 def _nnx(case: Case, ours: bool) -> Program:
-    wing: Any = nnx if ours else flax.nnx
+    api: Any = nnx if ours else flax.nnx
     make, options = case.nnx, {} if ours else {"dtype": BF16}
 
-    class Holder(wing.Module):
+    class Holder(api.Module):
         def __init__(self) -> None:
-            self.layer = make(wing, rngs=flax.nnx.Rngs(0), **options)
+            self.layer = make(api, rngs=flax.nnx.Rngs(0), **options)
 
         def __call__(self, x: jax.Array) -> jax.Array:
             return _objective(self.layer(x))
@@ -146,7 +146,7 @@ CELLS = "gradients of its weights are summed over the steps in float32"
 # Why ratios are above 1; each is as it was measured, rounded up, the larger one of jax 0.10.2's and
 # jax 0.12's.
 # - flops and converts: backward computes again what it does not keep, and widens half values to do
-#   so. Normalisations cut each square into two halves and sum these apart; GroupNorm also joins the
+#   so. Normalizations cut each square into two halves and sum these apart; GroupNorm also joins the
 #   sums of its parts.
 # - bytes: as lowered they count each float32 value, which XLA then fuses away.
 # - c-flops, c-bytes and temp: XLA for CPUs writes what a reduction reads, so the halves of the
@@ -170,12 +170,12 @@ def layer(
     )
 
 
-def _pool(wing: Any, rngs: Any = None, dtype: Any = None) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: wing.avg_pool(x, (2, 2), (2, 2))
+def _pool(api: Any, rngs: Any = None, dtype: Any = None) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: api.avg_pool(x, (2, 2), (2, 2))
 
 
-def _max_pool(wing: Any, rngs: Any = None, dtype: Any = None) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: wing.max_pool(x, (2, 2), (2, 2))
+def _max_pool(api: Any, rngs: Any = None, dtype: Any = None) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: api.max_pool(x, (2, 2), (2, 2))
 
 
 def cases(
@@ -313,9 +313,9 @@ CASES = cases(
 def rows(small: bool = False) -> Iterator[Row]:
     """Every row, as it is measured; all are counts."""
     for case in CASES:
-        for wing in WINGS:
+        for api in APIS:
             programs = {
-                name: case.program(wing, ours=name == "ours") for name in ("ours", REFERENCE)
+                name: case.program(api, ours=name == "ours") for name in ("ours", REFERENCE)
             }
             figures = {name: lowered(p) | {"saved": saved_bytes(p)} for name, p in programs.items()}
             if not small:
@@ -323,7 +323,7 @@ def rows(small: bool = False) -> Iterator[Row]:
             for quantity, bound in case.bounds.items():
                 if quantity in figures["ours"]:
                     ours, hand = (figures[name][quantity] for name in ("ours", REFERENCE))
-                    yield Row(quantity, f"{case.name}, {wing}", ours, hand, bound, note=case.repair)
+                    yield Row(quantity, f"{case.name}, {api}", ours, hand, bound, note=case.repair)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models written once over a wing: Flax's with its half dtype threaded by hand, or ours, which
+"""Models written once over an API: Flax's with its half dtype threaded by hand, or ours, which
 needs none.
 """
 

@@ -274,7 +274,7 @@ def embeddings(small: bool) -> Step:
 
 
 def scanned(small: bool) -> Step:
-    """A decoder whose layers are scanned and rematerialised, with params in bfloat16."""
+    """A decoder whose layers are scanned and rematerialized, with params in bfloat16."""
     policy, tokens = "bfloat16", shape(*((2, 8) if small else (4, 32)), dtype=I32)
     layers, width, words = (2, 16, 32) if small else (8, 1024, 8192)
     module = scanned_decoder()(layers, width, 4 if small else 16, words)

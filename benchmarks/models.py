@@ -1,12 +1,12 @@
 """Costs of a policy, beside the same model of upstream Flax with its half dtype threaded through by
 hand.
 
-    python -m benchmarks.models  # the table: every model in both wings; 8 minutes on two idle cores
+    python -m benchmarks.models  # the table: every model in both APIs; 8 minutes on two idle cores
     python -m benchmarks.models --check  # exits with 1 where a ratio misses its bound
     python -m benchmarks.models --small  # shallower and narrower models, nothing is compiled: 30
                                          # seconds
 
-Each model is written once over a wing (`benchmarks/linen_models.py`, `benchmarks/nnx_models.py`):
+Each model is written once over an API (`benchmarks/linen_models.py`, `benchmarks/nnx_models.py`):
 `ours` is it over `mpmodules` under mixed_bfloat16, with no dtype in it; `hand` is it over Flax with
 dtype=bfloat16 everywhere, and `force_fp32_for_softmax` where linen has it. Both train with the same
 loss, from the same shapes; the ratio is ours / hand. Shapes alone are traced and compiled, no
@@ -56,7 +56,7 @@ from mpmodules import linen, nnx, use_policy
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 POLICY = "mixed_bfloat16"
-WINGS = ("linen", "nnx")
+APIS = ("linen", "nnx")
 REFERENCE = "hand"
 _FLAX: Any = flax.linen
 Loss = Callable[..., Any]
@@ -93,8 +93,8 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     repairs: str = ""
 
-    def programs(self, wing: str) -> dict[str, Program]:
-        build = _linen if wing == "linen" else _nnx
+    def programs(self, api: str) -> dict[str, Program]:
+        build = _linen if api == "linen" else _nnx
         return {"ours": build(self, ours=True), "hand": build(self, ours=False)}
 
 
@@ -106,8 +106,8 @@ def loss_of(outputs: jax.Array, y: jax.Array | None) -> jax.Array:
 
 
 def _linen(case: Case, ours: bool, dtype: Any = BF16) -> Program:
-    wing: Any = linen if ours else flax.linen
-    model = getattr(linen_models.of(wing), case.model)
+    api: Any = linen if ours else flax.linen
+    model = getattr(linen_models.of(api), case.model)
     module = model(None if ours else dtype, **dict(case.options))
 
     def loss(params: Any, state: Any, x: Any, y: Any) -> Any:
@@ -120,10 +120,10 @@ def _linen(case: Case, ours: bool, dtype: Any = BF16) -> Program:
 
 
 def dtype_free(
-    case: Case, transform: Callable[[Loss], Loss] = lambda loss: loss, wing: str = "linen"
+    case: Case, transform: Callable[[Loss], Loss] = lambda loss: loss, api: str = "linen"
 ) -> Program:
     """The model over Flax with no dtype in it, in float32; its loss transformed."""
-    program = (_linen if wing == "linen" else _nnx)(case, ours=False, dtype=None)
+    program = (_linen if api == "linen" else _nnx)(case, ours=False, dtype=None)
     return dataclasses.replace(program, loss=transform(program.loss))
 
 
@@ -133,8 +133,8 @@ def by_hand(case: Case) -> Program:
 
 
 def _nnx(case: Case, ours: bool, dtype: Any = BF16) -> Program:
-    wing: Any = nnx if ours else flax.nnx
-    model = getattr(nnx_models.of(wing), case.model)
+    api: Any = nnx if ours else flax.nnx
+    model = getattr(nnx_models.of(api), case.model)
     options = dict(case.options) | ({"dtype_policy": POLICY} if ours else {"dtype": dtype})
     built = flax.nnx.eval_shape(lambda: model(**options, rngs=flax.nnx.Rngs(0)))
     graph, params, state = flax.nnx.split(built, flax.nnx.Param, ...)
@@ -169,7 +169,7 @@ def lowered(program: Program) -> dict[str, float]:
     low = jax.jit(program.step).lower(*program.arguments)
     costs = low.cost_analysis()
     if costs is None:
-        raise RuntimeError("This backend analyses no costs: run on CPU, with JAX_PLATFORMS=cpu.")
+        raise RuntimeError("This backend analyzes no costs: run on CPU, with JAX_PLATFORMS=cpu.")
     converts = len(re.findall(r"stablehlo\.convert\b", low.as_text()))
     return {"flops": costs["flops"], "bytes": costs["bytes accessed"], "converts": converts}
 
@@ -184,7 +184,7 @@ def compiled(program: Program) -> dict[str, float]:
     seconds = time.process_time() - start
     costs, memory = executable.cost_analysis(), executable.memory_analysis()
     if costs is None or memory is None:
-        raise RuntimeError("This backend analyses no costs: run on CPU, with JAX_PLATFORMS=cpu.")
+        raise RuntimeError("This backend analyzes no costs: run on CPU, with JAX_PLATFORMS=cpu.")
     return {
         "c-flops": costs["flops"],
         "c-bytes": costs["bytes accessed"],
@@ -294,7 +294,7 @@ def _case(name: str, model: str, x: Any, y: Any, repairs: str, options: dict[str
 
 
 BIASES = "bias gradients in float32"
-NORMS = f"{BIASES}; what normalisations keep for backward is half, and computed again"
+NORMS = f"{BIASES}; what normalizations keep for backward is half, and computed again"
 ATTENTION = f"{NORMS}; attention's too"
 
 
@@ -338,8 +338,8 @@ def cases(small: bool) -> list[Case]:
 # from.
 BOUNDS = {"flops": 1.0, "bytes": 1.0, "converts": 1.0, "saved": 1.0, "tracing": 1.10}
 COMPILED = {"c-flops": 1.0, "c-bytes": 1.0, "temp": 1.0, "kernels": 1.0, "compiling": None}
-# As written, before XLA fuses them: the exact sums of normalisations are elementwise FLOPs, and
-# attention's derivative has casts of its own, and a normalisation that saves its input alone widens
+# As written, before XLA fuses them: the exact sums of normalizations are elementwise FLOPs, and
+# attention's derivative has casts of its own, and a normalization that saves its input alone widens
 # it again backward. What they cost is in the tables of the accelerators.
 REPAIRED = {"flops": 1.04, "bytes": None, "converts": 1.15, "saved": 1.0, "tracing": 1.10}
 REPAIRED_COMPILED = {
@@ -351,46 +351,44 @@ REPAIRED_COMPILED = {
 }
 
 
-def _rows(case: Case, wing: str, figures: dict[str, dict[str, float]]) -> Iterator[Row]:
+def _rows(case: Case, api: str, figures: dict[str, dict[str, float]]) -> Iterator[Row]:
     bounds = REPAIRED | REPAIRED_COMPILED if case.repairs else BOUNDS | COMPILED
     for quantity in figures["ours"]:
         yield Row(
             quantity,
-            f"{case.name}, {wing}",
+            f"{case.name}, {api}",
             figures["ours"][quantity],
             figures["hand"][quantity],
             bounds[quantity],
         )
 
 
-def _rebuilt(case: Case, wing: str, name: str) -> Program:
-    return case.programs(wing)[name]
+def _rebuilt(case: Case, api: str, name: str) -> Program:
+    return case.programs(api)[name]
 
 
 def rows(small: bool = False) -> Iterator[Row]:
     """Every row, as it is measured; the small ones are counts, the same on every run."""
-    for case, wing in ((case, wing) for case in cases(small) for wing in WINGS):
-        programs = case.programs(wing)
+    for case, api in ((case, api) for case in cases(small) for api in APIS):
+        programs = case.programs(api)
         counts = {
             name: lowered(program) | {"saved": saved_bytes(program)}
             for name, program in programs.items()
         }
-        yield from _rows(case, wing, counts)
+        yield from _rows(case, api, counts)
         if not small:
-            builds = {name: functools.partial(_rebuilt, case, wing, name) for name in programs}
+            builds = {name: functools.partial(_rebuilt, case, api, name) for name in programs}
             traced = tracing(
                 builds, times=12 if case.model == "Mlp" else 3
             )  # one takes 12 ms, the others half a second
             yield from _rows(
-                case, wing, {name: {"tracing": seconds} for name, seconds in traced.items()}
+                case, api, {name: {"tracing": seconds} for name, seconds in traced.items()}
             )
             yield from _rows(
-                case, wing, {name: compiled(program) for name, program in programs.items()}
+                case, api, {name: compiled(program) for name, program in programs.items()}
             )
-    for case, wing in (
-        () if small else ((case, wing) for case in cases(small=True) for wing in WINGS)
-    ):
-        yield step_time(f"{case.name}, {wing}", case.programs(wing))
+    for case, api in () if small else ((case, api) for case in cases(small=True) for api in APIS):
+        yield step_time(f"{case.name}, {api}", case.programs(api))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The models of `benchmarks/linen_models.py` in nnx, written once over a wing: Flax's with a dtype
+"""The models of `benchmarks/linen_models.py` in nnx, written once over an API: Flax's with a dtype
 by hand, or ours.
 """
 

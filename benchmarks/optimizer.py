@@ -230,7 +230,7 @@ def measure(row: Pipeline, elements: int = ELEMENTS) -> tuple[float, float]:
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, gradients).compile()
     cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
     if cost is None or memory is None:
-        raise RuntimeError("This backend analyses no costs: run on CPU, with JAX_PLATFORMS=cpu.")
+        raise RuntimeError("This backend analyzes no costs: run on CPU, with JAX_PLATFORMS=cpu.")
     # to two digits: the state's few scalars are no part of an element
     elements *= LEAVES
     return round(cost["bytes accessed"] / elements, 2), round(

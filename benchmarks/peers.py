@@ -5,7 +5,7 @@
     python -m benchmarks.peers --json FILE
 
 jmp casts a whole tree: float32 params and inputs to bfloat16 before the call of a Flax model
-without dtypes, and its outputs back; normalisations and softmax run in whatever that makes them.
+without dtypes, and its outputs back; normalizations and softmax run in whatever that makes them.
 mpx does the same to an Equinox model, whose LayerNorms are put in float32 by `force_full_precision`
 as its README has it. `ours` is the linen model of `benchmarks.models` under mixed_bfloat16; what is
 counted is as there. The rows report and have no bounds: the programs differ in what they keep in

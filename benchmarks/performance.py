@@ -114,7 +114,7 @@ def beside_autocast() -> str:
 
 
 def tracing() -> str:
-    """Returns the range of the time to trace models with normalisations, beside by hand."""
+    """Returns the range of the time to trace models with normalizations, beside by hand."""
     return _range(
         row["ratio"]
         for row in stored()["models"]["rows"]

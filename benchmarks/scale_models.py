@@ -1,7 +1,7 @@
 """Decoders of any depth, in every way that this library has of putting one under a policy, and
 threaded by hand.
 
-Params are shapes: one layer is initialised, abstractly, and stands for all of them.
+Params are shapes: one layer is initialized, abstractly, and stands for all of them.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def step_bytes(row: optimizer.Pipeline, size: str) -> tuple[float, float]:
     )
     cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
     if cost is None or memory is None:
-        raise RuntimeError("This backend analyses no costs: run on CPU, with JAX_PLATFORMS=cpu.")
+        raise RuntimeError("This backend analyzes no costs: run on CPU, with JAX_PLATFORMS=cpu.")
     return cost["bytes accessed"] / elements(tree), memory.temp_size_in_bytes / elements(tree)
 
 

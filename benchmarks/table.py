@@ -21,7 +21,7 @@ class Row:
       ours, reference: the two figures.
       bound: the largest ratio ours / reference that is allowed; None where the row only reports.
       at_least: the smallest.
-      note: why it has another bound than its neighbours, or none.
+      note: why it has another bound than its neighbors, or none.
       target: the chip or topology that the figures are of; "" is the machine that measured them.
       unknown: what the figures leave out. Such a row is missed.
     """

@@ -69,7 +69,7 @@ EXAMPLES = (
         "train_digits",
         "A ResNet on handwritten digits",
         "The first example to read: a small ResNet on scikit-learn's digits under float32, "
-        "mixed_bfloat16 and mixed_float16, in linen and in nnx (`--wing nnx`).",
+        "mixed_bfloat16 and mixed_float16, in linen and in nnx (`--api nnx`).",
         ("--compare", "--epochs", "8"),
         "Training loss of the three policies by step",
     ),

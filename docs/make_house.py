@@ -191,7 +191,7 @@ def table() -> str:
 
 
 WIDTH, HEIGHT, ACROSS, DOWN, MARGIN = 216, 56, 236, 82, 14
-COLOURS = {"policy": ("#eaf2fb", "#3b6ea5"), "mpmodules": ("#ebf6ec", "#3d8b4a")}
+COLORS = {"policy": ("#eaf2fb", "#3b6ea5"), "mpmodules": ("#ebf6ec", "#3d8b4a")}
 OTHERS = ("#f4f4f4", "#777777")
 LEGEND = (
     "An arrow is an import. Imports that",
@@ -212,7 +212,7 @@ def text(x: float, y: float, size: int, words: str, more: str = "") -> str:
 def box(part: str) -> Iterator[str]:
     """Yields a package's rectangle, name and idea."""
     x, y = corner(part)
-    fill, stroke = COLOURS.get(part.split("/")[0], OTHERS)
+    fill, stroke = COLORS.get(part.split("/")[0], OTHERS)
     yield (
         f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="6" '
         f'fill="{fill}" stroke="{stroke}"/>'

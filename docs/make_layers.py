@@ -1,9 +1,9 @@
-"""Writes docs/layers.md, the catalogue of layers, from the tables below.
+"""Writes docs/layers.md, the catalog of layers, from the tables below.
 
     python docs/make_layers.py
 
 Checks first that every layer that the installed Flax exports is listed or exempt, and writes
-nothing otherwise. tests/test_catalogue.py makes the same check, so a new layer of Flax's fails a
+nothing otherwise. tests/test_catalog.py makes the same check, so a new layer of Flax's fails a
 test.
 """
 
@@ -21,7 +21,7 @@ import flax.nnx
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "layers.md"
-WINGS: tuple[str, ...] = ("linen", "nnx")
+APIS: tuple[str, ...] = ("linen", "nnx")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Row:
       name: the name that Flax exports.
       wide: the computations in reduction_dtype.
       upstream: Flax's behavior in 16 bits.
-      tests: a test, ``file::name`` below tests/, for each wing that has the layer or function.
+      tests: a test, ``file::name`` below tests/, for each API that has the layer or function.
     """
 
     name: str
@@ -42,8 +42,8 @@ class Row:
 
 
 def both(test: str) -> dict[str, str]:
-    """One test of a layer for both wings."""
-    return dict.fromkeys(WINGS, f"mpmodules/{test}")
+    """One test of a layer for both apis."""
+    return dict.fromkeys(APIS, f"mpmodules/{test}")
 
 
 _SAME = both(
@@ -60,7 +60,7 @@ _ATTENTION = both("table/test_every_layer.py::test_every_contract_holds_under_ev
 _DECODE = both("test_decode.py::test_a_decode_loop_is_the_full_forward_and_scans")
 _EMBED = both("test_facts.py::test_our_embedding_gradient_counts_every_occurrence")
 _WEIGHTS = both(
-    "test_weight_norms.py::test_gradients_of_normalised_half_weights_are_finite_and_half"
+    "test_weight_norms.py::test_gradients_of_normalized_half_weights_are_finite_and_half"
 )
 _PRELU = both("test_activations.py::test_prelu_keeps_its_slope_in_param_dtype")
 _LORA = {"nnx": "mpmodules/nnx/test_layers.py::test_dtypes_of_a_ported_lora_are_the_policys"}
@@ -76,8 +76,8 @@ _ACTIVATION = both(
 )
 
 
-def one(tests: dict[str, str], wing: str) -> dict[str, str]:
-    return {wing: tests[wing]}
+def one(tests: dict[str, str], api: str) -> dict[str, str]:
+    return {api: tests[api]}
 
 
 _BIAS = "the gradient of the bias; the accumulators of matmuls are the backend's"
@@ -286,8 +286,8 @@ EXEMPT = {
 }
 
 
-def upstream(wing: str) -> types.ModuleType:
-    return flax.linen if wing == "linen" else flax.nnx
+def upstream(api: str) -> types.ModuleType:
+    return flax.linen if api == "linen" else flax.nnx
 
 
 def stateful_classes(module: types.ModuleType) -> dict[str, type]:
@@ -301,20 +301,20 @@ def stateful_classes(module: types.ModuleType) -> dict[str, type]:
     }
 
 
-def gaps(wing: str, module: types.ModuleType | None = None) -> list[str]:
-    """Returns the names of Flax's classes that are neither in the catalogue nor exempt."""
-    known = {row.name for row in LAYERS if wing in row.tests} | set(EXEMPT[wing])
-    return sorted(set(stateful_classes(upstream(wing) if module is None else module)) - known)
+def gaps(api: str, module: types.ModuleType | None = None) -> list[str]:
+    """Returns the names of Flax's classes that are neither in the catalog nor exempt."""
+    known = {row.name for row in LAYERS if api in row.tests} | set(EXEMPT[api])
+    return sorted(set(stateful_classes(upstream(api) if module is None else module)) - known)
 
 
-def require_complete(wing: str, module: types.ModuleType | None = None) -> None:
-    """Raises a LookupError that names every layer of Flax's that is missing in the catalogue."""
-    missing = gaps(wing, module)
+def require_complete(api: str, module: types.ModuleType | None = None) -> None:
+    """Raises a LookupError that names every layer of Flax's that is missing in the catalog."""
+    missing = gaps(api, module)
     if missing:
         raise LookupError(
-            f"flax.{wing} exports {', '.join(missing)}, which docs/make_layers.py neither lists in "
+            f"flax.{api} exports {', '.join(missing)}, which docs/make_layers.py neither lists in "
             "LAYERS nor exempts "
-            f"in EXEMPT['{wing}'] with a reason. Cover it in mpmodules/{wing}, list it with its "
+            f"in EXEMPT['{api}'] with a reason. Cover it in mpmodules/{api}, list it with its "
             "test, and run "
             "python docs/make_layers.py."
         )
@@ -347,8 +347,8 @@ def wrapped(text: str) -> list[str]:
 
 
 def named(row: Row) -> str:
-    """Returns the name of a layer or function, with its wing if only one has it."""
-    return f"`{row.name}`" + ("" if len(row.tests) == len(WINGS) else f" ({', '.join(row.tests)})")
+    """Returns the name of a layer or function, with its API if only one has it."""
+    return f"`{row.name}`" + ("" if len(row.tests) == len(APIS) else f" ({', '.join(row.tests)})")
 
 
 def grouped(rows: tuple[Row, ...]) -> dict[tuple[str, str], list[Row]]:
@@ -380,7 +380,7 @@ def page() -> str:
 
 if __name__ == "__main__":
     try:
-        for each in WINGS:
+        for each in APIS:
             require_complete(each)
     except LookupError as error:
         sys.exit(str(error))

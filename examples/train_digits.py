@@ -1,7 +1,7 @@
 """Trains a small ResNet on real 8x8 images of handwritten digits under a dtype policy.
 
     python examples/train_digits.py            # linen, mixed_bfloat16
-    python examples/train_digits.py --wing nnx --policy mixed_float16
+    python examples/train_digits.py --api nnx --policy mixed_float16
     python examples/train_digits.py --rule 'head=f32' --rule 'ResNetBlock_0/.*=f32'
     python examples/train_digits.py --compare  # float32, mixed_bfloat16 and mixed_float16
 
@@ -10,10 +10,10 @@ wheel (the test part of "Optical Recognition of Handwritten Digits", Alpaydin an
 Machine Learning Repository, 1998). A fixed fifth is held out.
 
 Model: the shape of Flax's imagenet example (convolution, blocks of two convolutions with batch
-normalisation and a projected shortcut, mean over the image, one dense layer), narrow and short: 8
+normalization and a projected shortcut, mean over the image, one dense layer), narrow and short: 8
 layers with weights on the main path.
 
-Expected: at least 97% of the held-out digits under every policy and in both wings; about a minute
+Expected: at least 97% of the held-out digits under every policy and in both APIs; about a minute
 on two cores. A progress bar while it trains; at the end a table and a plot of the loss curves.
 """
 
@@ -392,7 +392,7 @@ def plot(results: list[Result], path: Path) -> None:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--wing", choices=("linen", "nnx"), default="linen", help="which Flax API (default: linen)"
+        "--api", choices=("linen", "nnx"), default="linen", help="which Flax API (default: linen)"
     )
     parser.add_argument(
         "--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16"
@@ -426,10 +426,10 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     except (TypeError, ValueError) as error:
         sys.exit(f"train_digits: {error}")
     config, data = Config(epochs=options.epochs, seed=options.seed), load()
-    train = train_linen if options.wing == "linen" else train_nnx
+    train = train_linen if options.api == "linen" else train_nnx
     results = []
     for text, policy in zip(texts, policies, strict=True):
-        with tqdm(total=steps_of(data, config), desc=f"{options.wing} {text}", unit="step") as bar:
+        with tqdm(total=steps_of(data, config), desc=f"{options.api} {text}", unit="step") as bar:
             results.append(dataclasses.replace(train(policy, rules, data, config, bar), name=text))
     print(table(results))
     plot(results, options.plot)

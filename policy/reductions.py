@@ -3,7 +3,7 @@
 Each function widens its input to reduction_dtype (the policy's in force, otherwise float32; never
 narrower than the input), computes there, and rounds once to `dtype`, by default the input's own.
 The residuals of a half-precision input are that input and values as small as a sum, but no float32
-copy. Everything else is rematerialised (`policy.functions.checkpointing`), and XLA fuses it into
+copy. Everything else is rematerialized (`policy.functions.checkpointing`), and XLA fuses it into
 its readers. In float32 and wider each function is JAX's own.
 """
 

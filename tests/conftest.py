@@ -26,7 +26,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         os.environ["JAX_COMPILATION_CACHE_DIR"], worker
     )
 # XLA's own passes are as always, but the kernels of the CPU are made in less time: they run once
-# here. LLVM optimises less (at level 0 fused and eager programs would round differently), and
+# here. LLVM optimizes less (at level 0 fused and eager programs would round differently), and
 # fusions do not pass through MLIR, which takes half of the time of a compile. The second flag is
 # known to jaxlib 0.10 only.
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):

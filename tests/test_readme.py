@@ -61,23 +61,23 @@ def test_the_readme_is_at_most_200_lines():
     assert len(README.splitlines()) <= 200
 
 
-def pooled(wing):
-    return wing.avg_pool(jnp.ones((1, 128, 128, 1), jnp.bfloat16), (128, 128)).squeeze()
+def pooled(api):
+    return api.avg_pool(jnp.ones((1, 128, 128, 1), jnp.bfloat16), (128, 128)).squeeze()
 
 
-def gradient_of_a_row(wing):
-    embed = wing.Embed(2, 1, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+def gradient_of_a_row(api):
+    embed = api.Embed(2, 1, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     tokens = jnp.zeros(4096, int)
     variables = embed.init(jax.random.key(0), tokens)
     grads = jax.grad(lambda v: embed.apply(v, tokens).astype(jnp.float32).sum())(variables)
     return grads["params"]["embedding"][0, 0]
 
 
-def error_of_layer_norm(wing, **options):
+def error_of_layer_norm(api, **options):
     x = np.asarray(1000 + jax.random.normal(jax.random.key(0), (64, 256)))
     wide = x - x.astype(np.float64).mean(-1, keepdims=True)
     true = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
-    found = wing.LayerNorm(256, rngs=wing.Rngs(0), **options)(x)
+    found = api.LayerNorm(256, rngs=api.Rngs(0), **options)(x)
     return np.abs(np.asarray(found, float) - true).max()
 
 

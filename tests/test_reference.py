@@ -22,7 +22,7 @@ from policy.command_line.command import _parser
 
 FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "reference"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
-WINGS = {linen: flax.linen, nnx: flax.nnx}
+APIS = {linen: flax.linen, nnx: flax.nnx}
 NAMESPACES = [
     importlib.import_module(f"policy.{name}")
     for name in (
@@ -118,7 +118,7 @@ def is_ours(value: Any) -> bool:
 
 def public_names(module: types.ModuleType) -> list[str]:
     """Returns the public names of a module that are ours, without its submodules."""
-    if module in WINGS:
+    if module in APIS:
         names = [name for name in dir(module) if is_ours(getattr(module, name))]
     else:
         names = module.__all__
@@ -147,13 +147,13 @@ def test_every_public_name_is_described_once_or_named_as_another():
         assert name in PUBLIC and value_of(name) is VALUES[full], name
 
 
-@pytest.mark.parametrize("wing", WINGS, ids=lambda wing: wing.__name__)
-def test_names_unchanged_from_flax_are_in_the_stub(wing):
-    theirs = WINGS[wing]
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.__name__)
+def test_names_unchanged_from_flax_are_in_the_stub(api):
+    theirs = APIS[api]
     public = {name: getattr(theirs, name) for name in dir(theirs) if not name.startswith("_")}
     values = {n: one for n, one in public.items() if not isinstance(one, types.ModuleType)}
-    same = {name for name, value in values.items() if value is getattr(wing, name)}
-    stub = pathlib.Path(wing.__file__ or "").with_suffix(".pyi").read_text(encoding="utf-8")
+    same = {name for name, value in values.items() if value is getattr(api, name)}
+    stub = pathlib.Path(api.__file__ or "").with_suffix(".pyi").read_text(encoding="utf-8")
     flaxs = rf"^from {re.escape(theirs.__name__)}[\w.]* import (\w+) as \1$"
     assert same <= {n for n in re.findall(flaxs, stub, re.MULTILINE) if not n.startswith("_")}
 

@@ -50,8 +50,8 @@ def names_of_ours(code: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module in (
             *("policy", "policy.optim", "policy.testing", "mpmodules"),
         ):
-            wings = {a.asname or a.name for a in node.names if a.name in ("linen", "nnx")}
-            modules |= wings
+            apis = {a.asname or a.name for a in node.names if a.name in ("linen", "nnx")}
+            modules |= apis
             functions |= {a.name for a in node.names} - {"linen", "nnx"}
     names = set(functions)
     for node in ast.walk(tree):

@@ -10,7 +10,7 @@ and their bounds.
     python -m benchmarks accel --record                # writes the baselines' figures to
                                                        # benchmarks/accel/baseline.json
 
-models      value_and_grad of models in both wings, beside Flax's with dtype=bfloat16, and autocast
+models      value_and_grad of models in both APIs, beside Flax's with dtype=bfloat16, and autocast
 layers      layers alone
 optimizer   optimizer steps, beside Optax, jmp and mpx
 sharded     a whole training step, fully sharded

@@ -37,7 +37,7 @@ CACHES = {  # batch, length, key heads, head width
     "8 x 8192, 8 heads of 64": (8, 8192, 8, 64),
 }
 # Of bfloat16's cycles. In the second, nine tenths are the projections, and seven kernels more,
-# which quantise and widen scales, have 1800 cycles each.
+# which quantize and widen scales, have 1800 cycles each.
 BOUNDS = 0.60, 1.025, 0.95
 
 

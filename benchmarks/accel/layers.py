@@ -28,7 +28,7 @@ from benchmarks.accel.program import Figures, measure, placed
 from benchmarks.accel.report import rows_of
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.layers import Case, layer
-from benchmarks.models import REFERENCE, WINGS
+from benchmarks.models import APIS, REFERENCE
 from benchmarks.table import Row, run
 
 TARGETS = ("v5e:1x1", "v6e:1x1", "h100")
@@ -67,39 +67,39 @@ def cases() -> list[Case]:
 
 
 # By hand in float32 it computes the same: the sums of `avg_pool` by hand are in bfloat16.
-def _pool(wing: Any, rngs: Any = None, **options: Any) -> Any:
+def _pool(api: Any, rngs: Any = None, **options: Any) -> Any:
     def by_hand(x: jax.Array) -> jax.Array:
-        return wing.avg_pool(x.astype(jnp.float32), (2, 2), (2, 2)).astype(x.dtype)
+        return api.avg_pool(x.astype(jnp.float32), (2, 2), (2, 2)).astype(x.dtype)
 
-    return by_hand if "dtype" in options else lambda x: wing.avg_pool(x, (2, 2), (2, 2))
+    return by_hand if "dtype" in options else lambda x: api.avg_pool(x, (2, 2), (2, 2))
 
 
 # Where attention is one kernel its cycles are a roofline: without it the bound is to hold as well.
-def _linen_attention(wing: Any, **options: Any) -> Any:
-    return wing.MultiHeadDotProductAttention(
-        4, use_bias=False, deterministic=True, **_in_xla(wing, options)
+def _linen_attention(api: Any, **options: Any) -> Any:
+    return api.MultiHeadDotProductAttention(
+        4, use_bias=False, deterministic=True, **_in_xla(api, options)
     )
 
 
-def _nnx_attention(wing: Any, **options: Any) -> Any:
-    return wing.MultiHeadAttention(
-        4, SEQUENCE[-1], use_bias=False, decode=False, **_in_xla(wing, options)
+def _nnx_attention(api: Any, **options: Any) -> Any:
+    return api.MultiHeadAttention(
+        4, SEQUENCE[-1], use_bias=False, decode=False, **_in_xla(api, options)
     )
 
 
-def _in_xla(wing: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _in_xla(api: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Adds the option that turns our fused kernel off; Flax's layers, which are given a dtype, have
     none.
     """
     if "dtype" in options:
         return options
     return options | {
-        "attention_fn": functools.partial(wing.dot_product_attention, implementation="xla")
+        "attention_fn": functools.partial(api.dot_product_attention, implementation="xla")
     }
 
 
-def figures(target: Target, case: Case, wing: str, *, ours: bool) -> Figures:
-    program = case.program(wing, ours=ours)
+def figures(target: Target, case: Case, api: str, *, ours: bool) -> Figures:
+    program = case.program(api, ours=ours)
     return measure(
         target, program.step, tuple(placed(target, argument) for argument in program.arguments)
     )
@@ -118,10 +118,10 @@ def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) 
                 only and not any(part in case.name for part in only)
             ):
                 continue
-            for wing in WINGS[:1] if small else WINGS:
-                ours, hand = (figures(target, case, wing, ours=ours) for ours in (True, False))
+            for api in APIS[:1] if small else APIS:
+                ours, hand = (figures(target, case, api, ours=ours) for ours in (True, False))
                 bounds = BOUNDS | DEARER.get(case.name, {})
-                yield from rows_of(f"{case.name}, {wing}", target, ours, hand, bounds, case.repair)
+                yield from rows_of(f"{case.name}, {api}", target, ours, hand, bounds, case.repair)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ autocast.
     python -m benchmarks.accel.models --small  # one small model in linen: half a minute
 
 value_and_grad of the loss, compiled and not run, of the models of `benchmarks.models` in both
-wings. On a TPU the batch is sharded over a topology of 2x2 chips and everything else is on each; on
+APIs. On a TPU the batch is sharded over a topology of 2x2 chips and everything else is on each; on
 a GPU it is one device's.
 
 cycles      the compiler's estimate of a chip's, exchanges left out; a GPU's compiler gives none.
@@ -16,7 +16,7 @@ bytes       moved to and from a chip's memory.
 temporary   bytes of memory at their peak beside arguments and results.
 kernels     that run.
 exchange    bytes that collectives leave on a chip, with their operations and dtypes.
-/autocast   cycles beside autocast of the model without a dtype, of the same wing.
+/autocast   cycles beside autocast of the model without a dtype, of the same API.
 autocast,   cycles, or a GPU's bytes, of autocast and of float32 beside by hand.
 float32
 """
@@ -103,13 +103,13 @@ def small_cases(chips: int) -> list[Case]:
     ]
 
 
-def programs(case: Case, wing: str, small: bool) -> dict[str, Program]:
+def programs(case: Case, api: str, small: bool) -> dict[str, Program]:
     """Returns a model's programs by name: ours, by hand, autocast and float32."""
-    found = case.programs(wing)
+    found = case.programs(api)
     transformed = functools.partial(autocast, policy=POLICY, params=0)
-    found["autocast"] = models.dtype_free(case, transformed, wing)
-    if wing == "linen" and not small:
-        found["float32"] = models.dtype_free(case, wing=wing)
+    found["autocast"] = models.dtype_free(case, transformed, api)
+    if api == "linen" and not small:
+        found["float32"] = models.dtype_free(case, api=api)
     return found
 
 
@@ -147,13 +147,13 @@ def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) 
         chips = len(target.devices)
         for case in small_cases(chips) if small else cases(chips):
             if not only or any(part in case.name for part in only):
-                for wing in models.WINGS[:1] if small else models.WINGS:
-                    yield from _model(target, case, wing, small)
+                for api in models.APIS[:1] if small else models.APIS:
+                    yield from _model(target, case, api, small)
 
 
-def _model(target: Target, case: Case, wing: str, small: bool) -> Iterator[Row]:
-    name = f"{case.name}, {wing}"
-    built = programs(case, wing, small)
+def _model(target: Target, case: Case, api: str, small: bool) -> Iterator[Row]:
+    name = f"{case.name}, {api}"
+    built = programs(case, api, small)
     ours, hand = (figures(target, built.pop(key)) for key in ("ours", REFERENCE))
     bounds = _bounds(target, hand) | DEARER.get((name, target.kind), {})
     yield from rows_of(name, target, ours, hand, bounds)

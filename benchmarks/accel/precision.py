@@ -112,7 +112,7 @@ def _policy(precision: str) -> dict[str, str]:
 
 
 def _program(case: Case, precision: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns the functions that initialise and apply a layer in a bfloat16 model."""
+    """Returns the functions that initialize and apply a layer in a bfloat16 model."""
     model = case.layer(**_policy(precision))
 
     def init(key: jax.Array, x: jax.Array) -> Any:

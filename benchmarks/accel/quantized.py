@@ -10,7 +10,7 @@ its cache of keys and values; beside it, the same in bfloat16. XLA computes the 
 on the vector unit; the row "bfloat16, 8 texts" is its program where the matrix unit does.
 
 The train step is the whole decoder (`benchmarks.accel.scale_model`), layers scanned and
-rematerialised, one text of 2048 tokens: every kernel and the table of embeddings in nf4, adapters
+rematerialized, one text of 2048 tokens: every kernel and the table of embeddings in nf4, adapters
 of rank 16 in float32 beside every kernel, AdamW.
 
 memory      bytes of a chip that arguments, temporaries and new results take, beside those that it

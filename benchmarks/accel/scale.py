@@ -7,7 +7,7 @@ alone.
                                                                  # chip: 5 minutes
     python -m benchmarks.accel.scale --small  # narrow layers over v5e:2x2: a minute and a half
 
-Llama 3's shape with its layers scanned and rematerialised (`benchmarks.accel.scale_model`), 256
+Llama 3's shape with its layers scanned and rematerialized (`benchmarks.accel.scale_model`), 256
 texts of 4096 tokens. Params, their moments and remainders are split over the `fsdp` axis of the
 mesh, the batch over both axes; activations are constrained to be split by batch, params and state
 are donated. Ours is mixed_bfloat16 with `value_and_grad` and `apply_gradients` of
@@ -111,13 +111,13 @@ class Variant:
 
     Attributes:
       policy: of the layers and the optimizer; None is by hand.
-      wing: "linen" or "nnx".
+      api: "linen" or "nnx".
       all_reduce_dtype: the dtype of the gradients' sum over the data axis; None leaves both axes to
         XLA.
     """
 
     policy: str | None
-    wing: str = "linen"
+    api: str = "linen"
     all_reduce_dtype: str | None = None
 
 
@@ -126,7 +126,7 @@ STORED_NARROW = "params=bfloat16,compute=bfloat16,output=float32"
 VARIANTS = {
     "float32": Variant("mixed_bfloat16"),
     "bfloat16 and remainders": Variant(STORED_NARROW),
-    "float32, nnx": Variant("mixed_bfloat16", wing="nnx"),
+    "float32, nnx": Variant("mixed_bfloat16", api="nnx"),
     "float32, sums in float32": Variant("mixed_bfloat16", all_reduce_dtype="float32"),
 }
 # Of each place, the variants that are compiled there: every program takes minutes.
@@ -144,7 +144,7 @@ def model_of(variant: Variant, size: Size, tokens: Any) -> tuple[Any, Any]:
     """Returns a variant's params, as shapes, and its function from params and tokens to logits."""
     is_ours = variant.policy is not None
     threaded: dict[str, Any] = {"remat": KEPT} if is_ours else {"dtype": jnp.bfloat16}
-    if variant.wing == "linen":
+    if variant.api == "linen":
         nn: Any = mpmodules.linen if is_ours else flax.linen  # a module, which hashes
         model = decoder_of(nn)(size, **threaded)
         params = jax.eval_shape(

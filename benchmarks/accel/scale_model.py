@@ -1,4 +1,4 @@
-"""A decoder of Llama 3's shape, layers scanned and rematerialised, in this library's layers and in
+"""A decoder of Llama 3's shape, layers scanned and rematerialized, in this library's layers and in
 Flax's by hand.
 
 RMSNorm, rotary positions, eight key-value heads to 32 query heads, a gated MLP. One class serves

@@ -55,18 +55,18 @@ class Size:
 SMALL = Size("v5e:2x2", 1, 256, 1024, 512)
 
 
-def model_of(wing: Any, size: Size, **options: Any) -> Any:
-    """Returns the model's class over `wing`, its layers made with `options`."""
+def model_of(api: Any, size: Size, **options: Any) -> Any:
+    """Returns the model's class over `api`, its layers made with `options`."""
 
-    class Block(wing.Module):
-        @wing.compact
+    class Block(api.Module):
+        @api.compact
         def __call__(self, x: jax.Array) -> jax.Array:  # (rows, width) -> (rows, width)
-            y = wing.LayerNorm(**options)(x)
-            y = wing.gelu(wing.Dense(size.hidden, **options)(y))
-            return x + wing.Dense(size.width, **options)(y)
+            y = api.LayerNorm(**options)(x)
+            y = api.gelu(api.Dense(size.hidden, **options)(y))
+            return x + api.Dense(size.width, **options)(y)
 
-    class Model(wing.Module):
-        @wing.compact
+    class Model(api.Module):
+        @api.compact
         def __call__(self, x: jax.Array) -> jax.Array:
             x = x.astype(options.get("dtype", x.dtype))
             for _ in range(size.blocks):

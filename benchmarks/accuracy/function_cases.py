@@ -1,4 +1,4 @@
-"""The functions and losses that are measured. Both wings export the functions of `policy`
+"""The functions and losses that are measured. Both APIs export the functions of `policy`
 themselves.
 """
 

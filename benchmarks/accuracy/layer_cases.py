@@ -193,7 +193,7 @@ def _norms(small: bool) -> Iterator[Case]:
 
 
 def _weight_norms(small: bool) -> Iterator[Case]:
-    """On the identity, so that what comes out is the normalised kernel."""
+    """On the identity, so that what comes out is the normalized kernel."""
     width = 16 if small else 64
     data: Data = lambda rng: (np.eye(width),)  # noqa: E731
     weight = Layer(
@@ -228,15 +228,13 @@ def _attention(small: bool) -> Iterator[Case]:
 
 def _attention_functions(small: bool) -> Iterator[Case]:
     length = 16 if small else 128
-    wings = {
+    apis = {
         "ours linen": our_linen,
         "ours nnx": our_nnx,
         "flax linen": flax_linen,
         "flax nnx": flax_nnx,
     }
-    columns: dict[str, Any] = {
-        name: functools.partial(_attend, wing) for name, wing in wings.items()
-    }
+    columns: dict[str, Any] = {name: functools.partial(_attend, api) for name, api in apis.items()}
     for inputs, scale in {"normal": 1.0, "large logits": 3.0}.items():
         data: Data = lambda rng, s=scale: tuple(  # noqa: E731
             s * rng.normal(size=(2, length, 4, 16)) for _ in range(3)
@@ -247,9 +245,9 @@ def _attention_functions(small: bool) -> Iterator[Case]:
         )
 
 
-def _attend(wing: Any, precision: Precision, *arrays: Any) -> Any:
+def _attend(api: Any, precision: Precision, *arrays: Any) -> Any:
     with use_policy(precision.policy):
-        return jax.jit(lambda q, k, v: wing.dot_product_attention(q, k, v))(*arrays)
+        return jax.jit(lambda q, k, v: api.dot_product_attention(q, k, v))(*arrays)
 
 
 def _recurrent(small: bool) -> Iterator[Case]:

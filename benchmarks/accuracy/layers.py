@@ -1,4 +1,4 @@
-"""The layers of both wings as cases: built from one description, with the same parameter values
+"""The layers of both APIs as cases: built from one description, with the same parameter values
 everywhere.
 """
 
@@ -27,10 +27,10 @@ Values = Callable[[str, tuple[int, ...]], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A layer in one or both wings.
+    """A layer in one or both APIs.
 
     Attributes:
-      linen: ``linen(nn, **dtypes)`` makes the layer from either linen wing.
+      linen: ``linen(nn, **dtypes)`` makes the layer from either linen API.
       nnx: ``nnx(nnx, rngs, **dtypes)`` likewise.
       call: keyword arguments of the call.
       method: what is called.
@@ -38,7 +38,7 @@ class Layer:
         them rounded.
       norm: whether the layer takes `use_fast_variance`, which the truth does without.
       running_mean: the mean of the running means.
-      same_tree: whether both wings name their parameters alike; else each has values, and a truth,
+      same_tree: whether both APIs name their parameters alike; else each has values, and a truth,
         of its own.
     """
 
@@ -67,13 +67,13 @@ def layer_case(
     """
     columns: dict[str, Program] = {}
     given = rest.get("given", "half")
-    for wing, flax, ours in (("linen", flax_linen, our_linen), ("nnx", flax_nnx, our_nnx)):
-        if getattr(layer, wing) is not None:
-            columns[f"ours {wing}"] = functools.partial(
-                _run, wing, ours, "ours", layer, gradient, given
+    for api, flax, ours in (("linen", flax_linen, our_linen), ("nnx", flax_nnx, our_nnx)):
+        if getattr(layer, api) is not None:
+            columns[f"ours {api}"] = functools.partial(
+                _run, api, ours, "ours", layer, gradient, given
             )
-            columns[f"flax {wing}"] = functools.partial(
-                _run, wing, flax, "flax", layer, gradient, given
+            columns[f"flax {api}"] = functools.partial(
+                _run, api, flax, "flax", layer, gradient, given
             )
     truths = {
         "linen": functools.partial(_run, "linen", flax_linen, "truth", layer, gradient, given),
@@ -92,7 +92,7 @@ def layer_case(
 
 
 def _run(
-    wing: str,
+    api: str,
     module: Any,
     role: str,
     layer: Layer,
@@ -117,7 +117,7 @@ def _run(
         scope = use_policy(precision.policy)
     values = functools.partial(_value, layer, precision)
     with scope:
-        run, params = (_linen if wing == "linen" else _nnx)(module, layer, dtypes, values, inputs)
+        run, params = (_linen if api == "linen" else _nnx)(module, layer, dtypes, values, inputs)
         if gradient is None:
             return jax.jit(run)(params, *inputs)
         return jax.jit(functools.partial(_gradient, run, gradient))(params, *inputs)
@@ -194,7 +194,7 @@ def _filled(abstract: Any, values: Values) -> Any:
     return jax.tree_util.tree_map_with_path(fill, abstract)
 
 
-# What is in the paths of one wing only.
+# What is in the paths of one API only.
 _NOT_NAMES = ("params", "batch_stats", "value", "raw_value", "layer_instance", "Dense_0", "cell")
 
 

@@ -31,16 +31,16 @@ class Run:
     loss: float
 
 
-def digits(policy: str, seed: int, wing: str = "linen", epochs: int | None = None) -> Run:
+def digits(policy: str, seed: int, api: str = "linen", epochs: int | None = None) -> Run:
     """Trains the example's ResNet on handwritten digits."""
     from examples import train_digits as job
 
     config, data = job.Config(seed=seed), job.load()
     if epochs is not None:
         config = dataclasses.replace(config, epochs=epochs)
-    train: Any = {"linen": job.train_linen, "nnx": job.train_nnx}[wing]
-    with tqdm(desc=f"digits, {wing}, {policy}, seed {seed}", file=sys.stderr) as bar:
-        rules = mp.PolicyRules([({"linen": linen, "nnx": nnx}[wing].Conv, KEPT)])
+    train: Any = {"linen": job.train_linen, "nnx": job.train_nnx}[api]
+    with tqdm(desc=f"digits, {api}, {policy}, seed {seed}", file=sys.stderr) as bar:
+        rules = mp.PolicyRules([({"linen": linen, "nnx": nnx}[api].Conv, KEPT)])
         result = train(mp.get_policy(policy), rules, data, config, bar)
     return Run(result.accuracy, float(np.mean(result.losses[-10:])))
 
@@ -80,12 +80,12 @@ def tabulated(runs: Mapping[str, Mapping[str, Sequence[Run]]]) -> Table:
 
 
 def of_digits() -> Table:
-    """Trains on the digits in both wings."""
+    """Trains on the digits in both apis."""
     runs = {
-        f"digits, {wing}": {
-            policy: [digits(policy, seed, wing) for seed in SEEDS] for policy in POLICIES
+        f"digits, {api}": {
+            policy: [digits(policy, seed, api) for seed in SEEDS] for policy in POLICIES
         }
-        for wing in ("linen", "nnx")
+        for api in ("linen", "nnx")
     }
     return tabulated(runs)
 

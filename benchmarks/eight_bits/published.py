@@ -166,7 +166,7 @@ def _of_language(found: dict[str, Language], prompts: int, title: str = "SmolLM2
 # ------------------------------------------------------------------------------------------- MiniLM
 
 
-def same_neighbours(
+def same_neighbors(
     similarities: np.ndarray, truth: np.ndarray, count: int = NEAREST
 ) -> tuple[float, float]:
     """Returns how often the nearest other row is the truth's, and the share of the nearest `count`
@@ -174,7 +174,7 @@ def same_neighbours(
 
     Args:
       similarities, truth: (n, n).
-      count: how many neighbours.
+      count: how many neighbors.
     """
     orders = []
     for matrix in (similarities, truth):
@@ -203,7 +203,7 @@ def minilm() -> Table:
     truth, rows = results[0].similarities[len(published) :, len(published) :], []
     for result in results:
         own = result.similarities[len(published) :, len(published) :]
-        nearest, shared = same_neighbours(own, truth)
+        nearest, shared = same_neighbors(own, truth)
         rows.append(
             (
                 result.name,

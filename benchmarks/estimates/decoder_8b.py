@@ -1,5 +1,5 @@
 """A train step of a decoder of 8 billion params, Llama 3's shape, its layers scanned and
-rematerialised.
+rematerialized.
 
     python -m policy estimate benchmarks/estimates/decoder_8b.py:example \\
         --on v5e:16x16 --mesh data=4,fsdp=64

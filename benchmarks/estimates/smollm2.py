@@ -3,7 +3,7 @@
     python -m policy estimate benchmarks/estimates/smollm2.py:example --on v5e
 
 134.5 million params; 8 texts of 2048 tokens a device. The example's blocks, but scanned, so that
-one is compiled instead of thirty, and rematerialised. Each device holds all params and moments; the
+one is compiled instead of thirty, and rematerialized. Each device holds all params and moments; the
 batch is split over all devices. The loss holds no logits: it is
 `losses.linear_softmax_cross_entropy` of the embedding's table.
 """

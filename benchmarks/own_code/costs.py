@@ -53,12 +53,12 @@ class Row:
     Attributes:
       quantity: of `BOUNDS`.
       way: "use_policy", "port" or "autocast".
-      wing: "linen" or "nnx".
+      api: "linen" or "nnx".
     """
 
     quantity: str
     way: str
-    wing: str
+    api: str
     ratio: float
 
     @property
@@ -74,7 +74,7 @@ def attention(x: Any, qkv: Any, out: Any) -> Any:
     return jax.nn.softmax(jnp.where(is_seen, logits, -1e9)) @ v @ out
 
 
-def normalised(x: Any, scale: Any) -> Any:
+def normalized(x: Any, scale: Any) -> Any:
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * scale
 
 
@@ -89,8 +89,8 @@ SHAPES = {
 
 
 def block_by_hand(p: Callable[[str], Any], x: Any) -> Any:
-    x = x + attention(normalised(x, p("first")), p("qkv"), p("out"))
-    return x + jax.nn.gelu(normalised(x, p("second")) @ p("up")) @ p("down")
+    x = x + attention(normalized(x, p("first")), p("qkv"), p("out"))
+    return x + jax.nn.gelu(normalized(x, p("second")) @ p("up")) @ p("down")
 
 
 def linen_model(nn: Any, kind: str) -> Any:
@@ -168,9 +168,9 @@ def nnx_model(nnx: Any, kind: str, **policy: Any) -> Any:
     return (Small if kind == "small" else Decoder)(flax.nnx.Rngs(0), **policy)
 
 
-def programs(wing: str, kind: str) -> dict[str, tuple[Callable[..., Any], Any]]:
+def programs(api: str, kind: str) -> dict[str, tuple[Callable[..., Any], Any]]:
     """Returns for each way a function of parameters, and the parameters."""
-    if wing == "linen":
+    if api == "linen":
         flaxs, ours = linen_model(flax.linen, kind), linen_model(mpmodules.linen, kind)
         ported = mpmodules.linen.apply_policy(flaxs, POLICY)
         variables = flaxs.init(jax.random.key(0), X)
@@ -236,8 +236,8 @@ def rows(repeats: int = 5) -> Iterator[Row]:
     """Measures every row."""
     for quantity, bounds in BOUNDS.items():
         is_call = quantity.startswith("repeated")
-        for wing in ("linen", "nnx"):
-            found = programs(wing, "small" if is_call else quantity.partition(", ")[2])
+        for api in ("linen", "nnx"):
+            found = programs(api, "small" if is_call else quantity.partition(", ")[2])
             ways = [FLAX, *bounds]
             measure = called if is_call else traced
             times: dict[str, list[float]] = {way: [] for way in ways}
@@ -246,7 +246,7 @@ def rows(repeats: int = 5) -> Iterator[Row]:
                     times[way].append(measure(*found[way]))
             best = {way: min(each[1:]) for way, each in times.items()}
             for way in bounds:
-                yield Row(quantity, way, wing, best[way] / best[FLAX])
+                yield Row(quantity, way, api, best[way] / best[FLAX])
 
 
 def table(found: Sequence[Row]) -> str:
@@ -258,7 +258,7 @@ def table(found: Sequence[Row]) -> str:
     for quantity, bounds in BOUNDS.items():
         for way, bound in bounds.items():
             ratios = {
-                row.wing: row.ratio for row in found if (row.quantity, row.way) == (quantity, way)
+                row.api: row.ratio for row in found if (row.quantity, row.way) == (quantity, way)
             }
             lines.append(
                 f"| {quantity} | {way} | {ratios['linen']:.2f} | {ratios['nnx']:.2f} | {bound} |"
@@ -285,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         PAGE.write_text(before + inside + after)
     missed = [row for row in found if row.ratio > row.bound] if options.check else []
     for row in missed:
-        print(f"missed: {row.quantity}, {row.way}, {row.wing}: {row.ratio:.2f}", file=sys.stderr)
+        print(f"missed: {row.quantity}, {row.way}, {row.api}: {row.ratio:.2f}", file=sys.stderr)
     return int(bool(missed))
 
 

@@ -1,4 +1,4 @@
-"""One model for each snippet: in both wings, ported, and as a plain function of arrays."""
+"""One model for each snippet: in both APIs, ported, and as a plain function of arrays."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def net_of(snippet: Snippet, way: str, policy: str) -> Net:
 def plain(snippet: Snippet, params: Params, x: Any, *targets: Any) -> Any:
     """Runs the model's maths on arrays, its norm and its Dense by hand."""
     params = params["params"]
-    centred = x - x.mean(-1, keepdims=True)
-    x = centred / jnp.sqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6)
+    centered = x - x.mean(-1, keepdims=True)
+    x = centered / jnp.sqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-6)
     x = x * params["norm"]["scale"] + params["norm"]["bias"]
     if not snippet.is_loss:
         x = snippet.body(params["own"], x, *targets)

@@ -22,7 +22,7 @@ def group_norm(p: Params, x: Any) -> Any:
     return grouped.reshape(x.shape) * p["scale"] + p["bias"]
 
 
-def weight_standardisation(p: Params, x: Any) -> Any:
+def weight_standardization(p: Params, x: Any) -> Any:
     kernel = p["kernel"]
     mean = jnp.mean(kernel, axis=(0, 1, 2))
     deviation = jnp.std(kernel, axis=(0, 1, 2))
@@ -51,8 +51,8 @@ def gumbel_softmax(p: Params, x: Any) -> Any:
 def mixture_of_logistics(p: Params, x: Any, targets: Any) -> Any:
     logits, means, log_scales = jnp.split(x + p["bias"], 3, axis=-1)
     inverse = jnp.exp(-jnp.maximum(log_scales, -7.0))
-    centred = targets[..., None] - means
-    upper, lower = inverse * (centred + 1 / 16), inverse * (centred - 1 / 16)
+    centered = targets[..., None] - means
+    upper, lower = inverse * (centered + 1 / 16), inverse * (centered - 1 / 16)
     mass = jax.nn.sigmoid(upper) - jax.nn.sigmoid(lower)
     log_masses = jnp.log(jnp.maximum(mass, 1e-12))
     return -jax.nn.logsumexp(log_masses + jax.nn.log_softmax(logits), axis=-1).mean()
@@ -130,8 +130,8 @@ def _labels(generator: np.random.Generator) -> tuple[np.ndarray]:
 MORE = (
     Snippet("GroupNorm", group_norm, {"scale": SCALE, "bias": BIAS}, IMAGE),
     Snippet(
-        "weight standardisation",
-        weight_standardisation,
+        "weight standardization",
+        weight_standardization,
         {"kernel": Param((3, 3, WIDTH, WIDTH)), "bias": BIAS},
         IMAGE,
     ),

@@ -36,7 +36,7 @@ class Param:
         return 1 / math.sqrt(fan_in) if self.deviation is None else self.deviation
 
     def init(self, key: Any, shape: tuple[int, ...]) -> jax.Array:
-        """Initialises it as a Flax initialiser does."""
+        """Initializes it as a Flax initializer does."""
         return self.mean + self.scale * jax.random.normal(key, shape)
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:

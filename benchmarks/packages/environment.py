@@ -85,7 +85,7 @@ def run(python: Path, arguments: Sequence[str]) -> int:
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
-        "TOKENIZERS_PARALLELISM": "false",
+        "TOKENIZERS_PARALLELIZM": "false",
     }
     return subprocess.run(
         [str(python), "-W", "ignore", "-m", *arguments], cwd=ROOT, env=variables, check=False

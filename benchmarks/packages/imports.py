@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from types import ModuleType
 from typing import Any
 
-WINGS = ("linen", "nnx")
+APIS = ("linen", "nnx")
 _OURS = "mpmodules"
 
 
@@ -83,7 +83,7 @@ def swapped(tree: ast.Module) -> ast.Module:
     swap = _Swap()
     tree = swap.visit(tree)
     if swap.uses_attributes:
-        imported = ast.Import([ast.alias(f"{_OURS}.{wing}") for wing in WINGS])
+        imported = ast.Import([ast.alias(f"{_OURS}.{api}") for api in APIS])
         tree.body.insert(_after_future(tree.body), imported)
     return ast.fix_missing_locations(tree)
 
@@ -105,24 +105,24 @@ class _Swap(ast.NodeTransformer):
     """Replaces imports and attributes.
 
     Attributes:
-      uses_attributes: whether the source names a wing as an attribute of `flax`.
+      uses_attributes: whether the source names an API as an attribute of `flax`.
     """
 
     def __init__(self) -> None:
         self.uses_attributes = False
 
     def visit_Import(self, node: ast.Import) -> Any:
-        named = {f"flax.{wing}": f"{_OURS}.{wing}" for wing in WINGS}
+        named = {f"flax.{api}": f"{_OURS}.{api}" for api in APIS}
         return ast.Import(
             [ast.alias(named.get(a.name, a.name), a.asname) if a.asname else a for a in node.names]
         )
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
-        wing = next((w for w in WINGS if f"{node.module}.".startswith(f"flax.{w}.")), None)
-        if node.level or (node.module != "flax" and wing is None):
+        api = next((w for w in APIS if f"{node.module}.".startswith(f"flax.{w}.")), None)
+        if node.level or (node.module != "flax" and api is None):
             return node
-        ours = _OURS if wing is None else f"{_OURS}.{wing}"
-        taken = [a for a in node.names if (a.name in WINGS if wing is None else _has(ours, a.name))]
+        ours = _OURS if api is None else f"{_OURS}.{api}"
+        taken = [a for a in node.names if (a.name in APIS if api is None else _has(ours, a.name))]
         kept = [a for a in node.names if a not in taken]
         parts = (
             ast.ImportFrom(module, names, 0)
@@ -133,7 +133,7 @@ class _Swap(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> Any:
         self.generic_visit(node)
-        if isinstance(node.value, ast.Name) and node.value.id == "flax" and node.attr in WINGS:
+        if isinstance(node.value, ast.Name) and node.value.id == "flax" and node.attr in APIS:
             self.uses_attributes = True
             return ast.copy_location(
                 ast.Attribute(ast.Name(_OURS, ast.Load()), node.attr, node.ctx), node

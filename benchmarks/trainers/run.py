@@ -64,7 +64,7 @@ def findings(model: Model, way: Way) -> dict[str, int]:
 
 def programs(model: Model, targets: list[str], is_port: bool) -> dict[str, Any]:
     """Compiles the large model for each target: the port; upstream with its own option, or under
-    autocast where it has none. What the compiler refuses is left out.
+    autocast where it has none. What the compiler rejects is left out.
     """
     found: dict[str, Any] = {}
     if model.large is None:

@@ -1,1 +1,1 @@
-"""Calls of modules under a policy, for both wings."""
+"""Calls of modules under a policy, for both apis."""

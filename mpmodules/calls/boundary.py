@@ -1,4 +1,4 @@
-"""Calls of modules and the casts at their boundaries, alike in both wings."""
+"""Calls of modules and the casts at their boundaries, alike in both apis."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def is_reference(x: Any) -> bool:
 
 
 class _Calls(threading.local):
-    """The calls of one wing under way in this thread.
+    """The calls of one API under way in this thread.
 
     Attributes:
       recorded: what a summary records of calls, or None where none is being made.
@@ -426,7 +426,7 @@ def indexing_lengths(seq_lengths: jax.Array | None) -> jax.Array | None:
     """Casts a loop's lengths to JAX's default integer dtype, that of the indices which Flax adds
     them to.
 
-    In x64 mode strict promotion refuses int64 indices with int32 lengths.
+    In x64 mode strict promotion rejects int64 indices with int32 lengths.
     """
     if seq_lengths is None or not jnp.issubdtype(jnp.result_type(seq_lengths), jnp.integer):
         return seq_lengths

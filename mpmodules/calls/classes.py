@@ -1,6 +1,6 @@
 """Classes of modules: whose they are, which obey policies, which of ours stand for Flax's; and
-checks of how modules are written, built and ported. A mistake is refused by its name, its value and
-the way out.
+checks of how modules are written, built and ported. A mistake is rejected by its name, its value
+and the way out.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ def is_ours(cls: type | None) -> bool:
 
 
 @functools.cache
-def remedy_for(cls: type, wing: str) -> str:
+def remedy_for(cls: type, api: str) -> str:
     """Returns the sentence on a class of modules that can obey no policy; "" of one of ours."""
     if is_ours(cls):
         return ""
-    name = f"flax.{wing}.{cls.__name__}" if is_flax(cls) else f"{cls.__name__} of flax.{wing}"
+    name = f"flax.{api}.{cls.__name__}" if is_flax(cls) else f"{cls.__name__} of flax.{api}"
     return (
-        f"{name} obeys no policy: import {wing} from mpmodules in its place, or call "
-        f"mpmodules.{wing}.apply_policy on the model."
+        f"{name} obeys no policy: import {api} from mpmodules in its place, or call "
+        f"mpmodules.{api}.apply_policy on the model."
     )
 
 
@@ -230,8 +230,8 @@ def policy_given(cls: type, given: Any) -> Policy:
         raise type(error)(f"{cls.__name__}(dtype_policy={given!r}): {error}") from None
 
 
-def refuse_policy_in_body(cls: type) -> None:
-    """Refuses a `dtype_policy` in the body of a class, which is no field and which nothing obeys.
+def reject_policy_in_body(cls: type) -> None:
+    """Rejects a `dtype_policy` in the body of a class, which is no field and which nothing obeys.
 
     Raises:
       TypeError: there is one, without an annotation.
@@ -242,7 +242,7 @@ def refuse_policy_in_body(cls: type) -> None:
 
 
 def require_dtypes(layer: str, given: Mapping[str, Any]) -> None:
-    """Refuses dtype arguments of a layer that are no dtypes.
+    """Rejects dtype arguments of a layer that are no dtypes.
 
     Args:
       layer: the name of the layer's class, for messages.
@@ -269,7 +269,7 @@ def require_dtypes(layer: str, given: Mapping[str, Any]) -> None:
 
 
 def require_names(cls: type, attribute: str, names: Any, *, example: str) -> None:
-    """Refuses a class attribute that is no collection of names.
+    """Rejects a class attribute that is no collection of names.
 
     Args:
       cls: the class.
@@ -291,7 +291,7 @@ def require_names(cls: type, attribute: str, names: Any, *, example: str) -> Non
 
 @functools.cache  # errors are not cached
 def require_keep_inputs(cls: Any) -> None:
-    """Refuses a class whose `keep_inputs` names no argument of its public methods.
+    """Rejects a class whose `keep_inputs` names no argument of its public methods.
 
     Raises:
       TypeError: it is one text, or holds something that is no text.
@@ -304,7 +304,7 @@ def require_keep_inputs(cls: Any) -> None:
 
 @functools.cache
 def require_keep_outputs(cls: Any) -> None:
-    """Refuses a class whose `keep_outputs` maps no places of outputs to arguments.
+    """Rejects a class whose `keep_outputs` maps no places of outputs to arguments.
 
     Raises:
       TypeError: it is no mapping from indices or keys to names.
@@ -343,8 +343,8 @@ def _arguments_of(cls: type) -> set[str] | None:
     return names
 
 
-def refuse_policy_set_by_hand(module: Any, captured: Policy | None) -> None:
-    """Refuses a module whose attribute `dtype_policy` was set to another policy than it was built
+def reject_policy_set_by_hand(module: Any, captured: Policy | None) -> None:
+    """Rejects a module whose attribute `dtype_policy` was set to another policy than it was built
     under.
 
     Raises:
@@ -384,7 +384,7 @@ def is_written_by_user(cls: type, upstream: type) -> bool:
 
 
 def require_keep_params(cls: type) -> None:
-    """Refuses a class whose own `keep_params` is no collection of names.
+    """Rejects a class whose own `keep_params` is no collection of names.
 
     Raises:
       TypeError: it is one text, or holds something that is no text.
@@ -510,7 +510,7 @@ def not_a_model(given: Any, expected: str, *, other: str) -> TypeError:
     Args:
       given: the argument.
       expected: the kind of model that is taken.
-      other: the package whose `apply_policy` takes the models of the other wing.
+      other: the package whose `apply_policy` takes the models of the other API.
     """
     if isinstance(given, type):
         return TypeError(

@@ -1,4 +1,4 @@
-"""A user's own code, in modules of ours and in ports, alike in both wings.
+"""A user's own code, in modules of ours and in ports, alike in both APIs.
 
 The outermost call is traced with the code in float32 and the layers in their policies' dtypes, each
 returning float32; autocast's rules then decide the dtypes of the code between the layers.

@@ -1,4 +1,4 @@
-"""Attention's maths, which both wings share: half-precision matmuls, logits and softmax in
+"""Attention's maths, which both APIs share: half-precision matmuls, logits and softmax in
 reduction_dtype.
 """
 
@@ -27,7 +27,7 @@ Array = jax.Array
 
 
 def check_shapes(query: Array, key: Array, value: Array | None = None) -> None:
-    """Refuses queries, keys and values whose ranks, batch axes, heads, widths or lengths do not
+    """Rejects queries, keys and values whose ranks, batch axes, heads, widths or lengths do not
     fit.
 
     Args:
@@ -67,7 +67,7 @@ def operand_dtype(dtype: DTypeLike | None, *operands: Array) -> DTypeLike | None
 
 
 def check_soft_cap(soft_cap: float | None) -> None:
-    """Refuses a soft cap that is not positive.
+    """Rejects a soft cap that is not positive.
 
     Example:
       >>> attention.check_soft_cap(50.0)

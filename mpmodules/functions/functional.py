@@ -1,4 +1,4 @@
-"""Pure maths that both wings share: arrays and dtypes in, arrays out."""
+"""Pure maths that both APIs share: arrays and dtypes in, arrays out."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def mixing_allowed(allowed: bool = True) -> contextlib.AbstractContextManager[ob
 
 @dataclasses.dataclass(frozen=True)
 class HalfSafe:
-    """An initialiser that also works in half precision: one that JAX can't run there is run in
+    """An initializer that also works in half precision: one that JAX can't run there is run in
     float32 and cast.
 
-    The orthogonal initialisers are such: no QR decomposition takes half. One that runs in half is
+    The orthogonal initializers are such: no QR decomposition takes half. One that runs in half is
     run in half.
 
     Example:
@@ -117,9 +117,9 @@ class HalfSafe:
 
 @functools.lru_cache(maxsize=256)
 def _runs_in(init: Callable[..., Array], shape: tuple[int, ...], dtype: np.dtype) -> bool:
-    """Returns whether JAX can lower an initialiser for a dtype.
+    """Returns whether JAX can lower an initializer for a dtype.
 
-    Some releases refuse it while tracing.
+    Some releases reject it while tracing.
     """
     try:
         made = lambda key: init(key, shape, dtype)  # noqa: E731
@@ -133,12 +133,12 @@ def _runs_in(init: Callable[..., Array], shape: tuple[int, ...], dtype: np.dtype
 def half_safe_inits(
     inits: Mapping[str, Callable[..., Any] | None], param_dtype: DTypeLike
 ) -> dict[str, HalfSafe]:
-    """Returns initialisers, by name, that also work in half precision.
+    """Returns initializers, by name, that also work in half precision.
 
     There are none where parameters are not half.
 
     Args:
-      inits: the initialisers of a layer, by argument or field; entries that can't be called are
+      inits: the initializers of a layer, by argument or field; entries that can't be called are
         left out.
       param_dtype: the dtype of the layer's parameters.
 

@@ -133,7 +133,7 @@ def fused_kernel(
     shards, obstacle = shards_of(query, key, value, axes)
     obstacles = {**obstacles, obstacle: bool(obstacle)}
     if implementation == "cudnn":
-        _refuse("cudnn", {**obstacles, "a soft cap": soft_cap is not None})
+        _reject("cudnn", {**obstacles, "a soft cap": soft_cap is not None})
     insists = implementation == "splash"
     may_be_cudnn = not (insists or soft_cap is not None or any(obstacles.values()))
     if may_be_cudnn and (implementation == "cudnn" or _fits_cudnn(query, key, value, bias, mask)):
@@ -146,7 +146,7 @@ def fused_kernel(
         pairs, of_mask = _known_pairs(mask, query, key, shards)
         obstacles |= of_mask
     if insists:
-        _refuse("splash", obstacles)
+        _reject("splash", obstacles)
     if any(obstacles.values()):
         return Choice(None, _listed(obstacles))
     how = Splash.of(pairs.static, is_causal, insists, soft_cap, shards)
@@ -173,7 +173,7 @@ def _listed(obstacles: dict[str, bool]) -> str:
     return ", ".join(name for name, asked_for in obstacles.items() if asked_for)
 
 
-def _refuse(implementation: str, obstacles: dict[str, bool]) -> None:
+def _reject(implementation: str, obstacles: dict[str, bool]) -> None:
     if any(obstacles.values()):
         raise ValueError(
             f"implementation={implementation!r} does not support {_listed(obstacles)}. "

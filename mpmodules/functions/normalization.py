@@ -1,4 +1,4 @@
-"""Normalisation of half-precision arrays, for both wings: exact statistics, and the derivative in
+"""Normalization of half-precision arrays, for both APIs: exact statistics, and the derivative in
 closed form.
 
 The mean and the variance are computed in one pass and without rounding. The square of a number of p
@@ -144,7 +144,7 @@ def _of_parts(
 
 
 def _merged(x: Array, axes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shape of `x` with neighbours among `axes` made one, and those axes in it.
+    """Returns the shape of `x` with neighbors among `axes` made one, and those axes in it.
 
     Where a mesh has explicit axes, which one of the two may be sharded along, it is the shape as it
     is.
@@ -246,7 +246,7 @@ def shift_of(region: Region, x: Array) -> Array | None:
 
     Returns None for an empty array.
 
-    A normalisation is the same for `x` and `x - shift_of(region, x)`, forward and backward, but the
+    A normalization is the same for `x` and `x - shift_of(region, x)`, forward and backward, but the
     one-pass variance E[x^2] - E[x]^2 of the shifted numbers does not cancel where the mean is large
     against the spread (measured at mean 1000 and spread 1, float32: 3e-5 against 0.42 unshifted and
     7e-5 in two passes). Four elements, because a single one may lie far out: the cancellation grows
@@ -283,7 +283,7 @@ def shift_of(region: Region, x: Array) -> Array | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Normalisation, and its derivative
+# Normalization, and its derivative
 # --------------------------------------------------------------------------------------------------
 
 
@@ -309,7 +309,7 @@ def normalize(
       dtype: of the result.
 
     Returns:
-      The normalised array in `dtype`; the mean and the variance, float32, which broadcast against
+      The normalized array in `dtype`; the mean and the variance, float32, which broadcast against
       `x`.
 
     Example:
@@ -361,7 +361,7 @@ def _normalize_jvp(
         # XLA would sum the narrowed gradients of scale and bias with those of the matmuls' kernels,
         # and keep these until then.
         given[1:] = _kept_apart(*given[1:])
-    # Checkpointed: the normalised array is computed again from `x`, in the kernels of backward that
+    # Checkpointed: the normalized array is computed again from `x`, in the kernels of backward that
     # read `x` anyway.
     run = functools.partial(_derivative, region, epsilon, y)
     derivative = jax.checkpoint(run, prevent_cse=False)
@@ -386,15 +386,15 @@ def _derivative(
     x_tangent, by_normalized, by_region = tangents
     root = lax.rsqrt(variance + epsilon)
     factor = root if scale is None else root * scale
-    centred = _as_rounded(x) - centre
+    centered = _as_rounded(x) - centre
     is_shared = all(factor.shape[axis] == 1 for axis in region.axes)
     if not is_shared and offset is not None:
-        centred = centred - offset
+        centered = centered - offset
     mean_tangent = variance_tangent = jnp.zeros_like(variance)
     by_element = along = None
     if x_tangent is not None:
         wide = x_tangent.astype(jnp.float32)
-        mean_tangent, along = region.mean(wide), region.mean(wide * centred)
+        mean_tangent, along = region.mean(wide), region.mean(wide * centered)
         if is_shared and offset is not None:
             along = along - offset * mean_tangent
         along = along * root
@@ -402,7 +402,7 @@ def _derivative(
         if is_shared:
             by_element = wide * factor
         else:
-            by_element = wide * root - mean_tangent * root - centred * (along * root * root)
+            by_element = wide * root - mean_tangent * root - centered * (along * root * root)
             by_element = by_element if scale is None else by_element * scale
     if is_shared:
         # The factors come after the sums: those of the transpose are then the scale's and the
@@ -411,12 +411,12 @@ def _derivative(
             by_normalized = _less(by_normalized, along * factor)
             by_region = _less(by_region, mean_tangent * factor)
         if by_normalized is not None:
-            by_centred = root * by_normalized
-            by_element = _sum(by_element, centred * by_centred)
-            by_region = by_region if offset is None else _less(by_region, offset * by_centred)
+            by_centered = root * by_normalized
+            by_element = _sum(by_element, centered * by_centered)
+            by_region = by_region if offset is None else _less(by_region, offset * by_centered)
     elif by_normalized is not None:
         # Numbers that a row shares are multiplied with each other before they meet an element.
-        by_element = _sum(by_element, centred * root * by_normalized)
+        by_element = _sum(by_element, centered * root * by_normalized)
     if by_region is not None:
         by_element = _sum(by_element, by_region)
     by_element = jnp.zeros(x.shape, jnp.float32) if by_element is None else by_element

@@ -1,1 +1,1 @@
-"""Parts that the layers of both wings share."""
+"""Parts that the layers of both APIs share."""

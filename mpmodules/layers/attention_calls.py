@@ -1,4 +1,4 @@
-"""Calls of Flax's attention functions, alike in both wings: dropout, sown weights and the choice of
+"""Calls of Flax's attention functions, alike in both APIs: dropout, sown weights and the choice of
 a kernel.
 """
 

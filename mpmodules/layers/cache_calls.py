@@ -1,4 +1,4 @@
-"""The cache of an attention that decodes, alike in both wings: keys and values in a policy's
+"""The cache of an attention that decodes, alike in both APIs: keys and values in a policy's
 cache_dtype, written a position at a time.
 
 Flax's layer runs as one that does not decode, and its `attention_fn` is the one made here. The
@@ -66,7 +66,7 @@ def is_or_binds(function: Any, ours: Callable[..., Any]) -> bool:
 
 
 def check_cache(variables: Variables, policy: Policy | None, dtype: np.dtype, where: str) -> None:
-    """Refuses a cache in another dtype than a policy's.
+    """Rejects a cache in another dtype than a policy's.
 
     Args:
       variables: of the cache; none is checked where it has not been made.

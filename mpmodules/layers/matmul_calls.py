@@ -1,6 +1,6 @@
-"""Matmul, convolution and embedding layers: how they compute, alike in both wings.
+"""Matmul, convolution and embedding layers: how they compute, alike in both APIs.
 
-The functions take a layer of either wing and read its options, which have the same names.
+The functions take a layer of either API and read its options, which have the same names.
 """
 
 from __future__ import annotations

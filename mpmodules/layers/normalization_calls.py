@@ -1,4 +1,4 @@
-"""Calls of normalisations, alike in both wings: of arrays, with the region that they reduce over,
+"""Calls of normalizations, alike in both APIs: of arrays, with the region that they reduce over,
 their statistics and their result; and of weights, in WeightNorm and SpectralNorm.
 """
 
@@ -33,7 +33,7 @@ Array = jax.Array
 
 
 # --------------------------------------------------------------------------------------------------
-# What a layer reduces over: methods of both wings' layers
+# What a layer reduces over: methods of both apis' layers
 # --------------------------------------------------------------------------------------------------
 
 
@@ -43,7 +43,7 @@ def layer_norm_region(layer: Any, x: Array) -> Region | None:
 
 
 def group_norm_region(layer: Any, x: Array) -> Region | None:
-    """Returns the axes and groups of a GroupNorm; None where Flax refuses them."""
+    """Returns the axes and groups of a GroupNorm; None where Flax rejects them."""
     last, channels = x.ndim - 1, x.shape[-1]
     axes = range(1, x.ndim) if layer.reduction_axes is None else _axes(layer.reduction_axes, x)
     groups = layer.num_groups
@@ -60,7 +60,7 @@ def instance_norm_region(layer: Any, x: Array) -> Region | None:
     """Returns the axes that an InstanceNorm reduces over: all but the batch's, which is the first,
     and the features'.
 
-    Returns None where the first is one of the features', which Flax refuses.
+    Returns None where the first is one of the features', which Flax rejects.
     """
     features = _axes(layer.feature_axes, x)
     return None if 0 in features else Region(_others((0, *features), x))
@@ -87,7 +87,7 @@ def _others(axes: Sequence[int], x: Array) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class NormCall:
-    """The arguments of a normalisation's call.
+    """The arguments of a normalization's call.
 
     Attributes:
       x: any shape.
@@ -110,7 +110,7 @@ class NormCall:
 
 
 def norm_call_of(layer: Any, call: MethodCall) -> NormCall | None:
-    """Returns a call of a layer as one of a normalisation.
+    """Returns a call of a layer as one of a normalization.
 
     Returns None where Flax's own code is to run: of complex numbers, which no policy casts, of axes
     and masks that it rejects, and where an interceptor is around it.
@@ -147,14 +147,14 @@ def statistics_dtype(reduction_dtype: DTypeLike) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """The static parameters of a normalisation.
+    """The static parameters of a normalization.
 
     Attributes:
       region: the elements that share a mean.
       epsilon: added to the variance.
       wide: the dtype of the statistics.
       dtype: of the result.
-      takes_statistics: of its input; else it normalises by running ones.
+      takes_statistics: of its input; else it normalizes by running ones.
       takes_mean: subtracts the mean.
       fast: whether the variance is E[x^2] - E[x]^2, in one pass. None is True for numbers that can
         be shifted, so that it does not cancel.
@@ -354,11 +354,11 @@ def weight_norm(
       epsilon: added to the squared norm.
     """
     reduced = [axis for axis in range(weights.ndim) if axis not in features]
-    normalised = _unit(weights, epsilon, tuple(reduced))
+    normalized = _unit(weights, epsilon, tuple(reduced))
     if scale is None:
-        return normalised
+        return normalized
     shape = [size if axis in features else 1 for axis, size in enumerate(weights.shape)]
-    return normalised * widen(scale, weights.dtype).reshape(shape)
+    return normalized * widen(scale, weights.dtype).reshape(shape)
 
 
 def spectral_norm(
@@ -385,11 +385,11 @@ def spectral_norm(
     return (matrix / jnp.where(sigma != 0, sigma, 1)).reshape(weights.shape), u, sigma
 
 
-def is_normalised_by_spectrum(layer: Any, weights: Array, what: str) -> bool:
+def is_normalized_by_spectrum(layer: Any, weights: Array, what: str) -> bool:
     """Returns whether a SpectralNorm divides such weights: matrices, and arrays of more axes.
 
     Raises:
-      ValueError: weights of more axes are to be refused.
+      ValueError: weights of more axes are to be rejected.
     """
     if weights.ndim > 2 and layer.n_steps >= 1 and layer.error_on_non_matrix:
         raise ValueError(f"{what} is {weights.ndim}D but error_on_non_matrix is True")

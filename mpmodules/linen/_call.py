@@ -108,7 +108,7 @@ def is_innermost(module: flax_nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _under_way(module: Any, scope: Scope) -> Iterator[None]:
-    """Notes the call. After a root's call, refuses rules that matched nothing in it, and warns of
+    """Notes the call. After a root's call, rejects rules that matched nothing in it, and warns of
     names of parameters that no module in it has.
     """
     path = module.path
@@ -391,7 +391,7 @@ def param(
 
 
 def _check_names(root: Any) -> None:
-    """Warns of names in a class's `keep_params` that none of its modules, just initialised, has a
+    """Warns of names in a class's `keep_params` that none of its modules, just initialized, has a
     parameter of.
     """
     held: dict[type, set[str]] = {}

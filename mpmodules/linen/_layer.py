@@ -89,7 +89,7 @@ class Layer(Module):
 def half_safe_fields(
     layer: Any, param_dtype: DTypeLike, *, defaults: bool = False
 ) -> dict[str, Any]:
-    """Returns a layer's initialisers, made to work in half precision where its parameters are half.
+    """Returns a layer's initializers, made to work in half precision where its parameters are half.
 
     Args:
       layer: the layer.

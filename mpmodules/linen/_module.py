@@ -81,14 +81,14 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     Attributes:
       dtype_policy: a `Policy` or its text form; None obeys a rule, the caller, or the scope.
       keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
-        ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the
+        ``keep_inputs = ("positions",)``. A name that no public method takes is rejected when the
         module is made.
       keep_outputs: outputs, by index or key, that have the dtypes of an argument, such as a carry.
         A class attribute: ``keep_outputs = {0: "carry"}``.
       own_code: "keep" runs the methods of a class in the dtypes that they meet, without a trace:
         inputs in compute_dtype, parameters as stored. A class attribute.
       keep_params: names of parameters that no policy touches: ``self.param`` stores and returns
-        them as their initialisers make them. A class attribute: ``keep_params = ("scale",)``.
+        them as their initializers make them. A class attribute: ``keep_params = ("scale",)``.
 
     A user's own methods are written as for float32, and see float32. Under a half-precision policy
     the outermost call is traced, and autocast's rules decide what runs in which dtype. Parameters
@@ -128,7 +128,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        classes.refuse_policy_in_body(cls)
+        classes.reject_policy_in_body(cls)
         is_library = classes.module_of(cls).startswith("mpmodules.linen.")
         if is_library:
             _keep_from_flax(cls)

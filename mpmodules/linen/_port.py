@@ -62,7 +62,7 @@ def apply_policy(
     """Returns the same linen model under a policy and rules, without an edit.
 
     Every Flax layer in the model, at any depth, obeys the policy: in compact and setup style,
-    shared, scanned, rematerialised, vmapped and jitted, and inside Flax's own composites.
+    shared, scanned, rematerialized, vmapped and jitted, and inside Flax's own composites.
     Parameters that other modules create themselves come in param_dtype. Functions (pooling,
     softmax) and the model's own code run under autocast's rules.
 

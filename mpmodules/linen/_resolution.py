@@ -202,22 +202,22 @@ def check_rules(root: Any, rules: PolicyRules) -> None:
     rules.check(paths if stored <= set(called) else list(paths), model=model)
 
 
-# The policies that models were initialised under, by class and the paths and shapes of params; None
-# where models were initialised without one, too.
-_initialised: dict[type, dict[Hashable, Policy | None]] = {}
+# The policies that models were initialized under, by class and the paths and shapes of params; None
+# where models were initialized without one, too.
+_initialized: dict[type, dict[Hashable, Policy | None]] = {}
 
 
 def note_policy(model: Any, policy: Policy | None) -> None:
-    """Notes the policy that a model was initialised under, where the model carries none."""
+    """Notes the policy that a model was initialized under, where the model carries none."""
     if _follows_scope(model):
-        known, key = _initialised.setdefault(type(model), {}), _params_of(model)
+        known, key = _initialized.setdefault(type(model), {}), _params_of(model)
         is_plain = policy is None or is_float32(policy) or known.get(key, policy) is None
         known[key] = None if is_plain else policy
 
 
 def warn_of_outermost(module: Any, policy: Policy | None, scope: Scope) -> None:
     """Warns of an outermost module of ours that obeys `policy` in code that does not, or obeys none
-    and was initialised under one.
+    and was initialized under one.
     """
     if thread.autocast is not None:
         warn_of_autocast(module, policy)
@@ -229,11 +229,11 @@ def warn_of_outermost(module: Any, policy: Policy | None, scope: Scope) -> None:
         if is_mixed and (remedy := remedy_for(type(parent), "linen")):
             warn_once(f"{remedy} Layers of mpmodules in it, such as {cls.__name__}, do.")
     elif not module.path and scope.source.kind != "scope" and thread.autocast is None:
-        known = _initialised.get(cls, {})
+        known = _initialized.get(cls, {})
         is_call = any(known.values()) and _follows_scope(module) and not module.is_initializing()
         if is_call and (before := known.get(_params_of(module))):
             warn_once(
-                f"{cls.__name__} was initialised under '{before}', but is applied with no policy "
+                f"{cls.__name__} was initialized under '{before}', but is applied with no policy "
                 "in force, so its layers compute as Flax's do. Call apply in the same use_policy "
                 "block, or give the model a dtype_policy. If no policy is intended, call it inside "
                 "use_policy(None)."

@@ -22,7 +22,7 @@ from mpmodules.nnx._resolution import (
     is_being_built,
     own_policy,
     policy_to_capture,
-    refuse_children_from_outside,
+    reject_children_from_outside,
     warn_of_builder,
     warn_of_parts,
     warn_of_strangers,
@@ -44,7 +44,7 @@ class _Signature(inspect.Signature):
     """A signature that binds arguments as that of Flax's classes does, ``(*args, **kwargs)``.
 
     Flax's transformations apply the defaults of the function that they map. They would map
-    ``nnx.vmap(Block)(rngs)`` over positional ones, and refuse keywords such as `dtype_policy`.
+    ``nnx.vmap(Block)(rngs)`` over positional ones, and reject keywords such as `dtype_policy`.
     """
 
     def bind(self, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
@@ -101,11 +101,11 @@ class ModuleMeta(FlaxModuleMeta):
             classes.explain(error, cls, args, kwargs)
             raise
         if not construction.captured:
-            classes.refuse_policy_set_by_hand(module, policy)
+            classes.reject_policy_set_by_hand(module, policy)
             module._capture(policy, source)
         store_in_param_dtype(module, policy, (args, kwargs))
         if policy is not None and source.own and source.kind == "argument":
-            refuse_children_from_outside(module, policy, (args, kwargs))
+            reject_children_from_outside(module, policy, (args, kwargs))
         if policy is None and scope.source.kind == "scope":
             module._policy_source = scope.source  # none, on purpose
         elif policy is None:
@@ -160,7 +160,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
     Attributes:
       dtype_policy: the `Policy` captured, or None.
       keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
-        ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the
+        ``keep_inputs = ("positions",)``. A name that no public method takes is rejected when the
         module is built.
       keep_outputs: outputs, by index or key, that have the dtypes of an argument, such as a carry.
         A class attribute: ``keep_outputs = {0: "carry"}``.
@@ -205,7 +205,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        classes.refuse_policy_in_body(cls)
+        classes.reject_policy_in_body(cls)
         if classes.module_of(cls).startswith("mpmodules.nnx."):
             upstream = classes.register_layer(cls)
             if upstream is not None:

@@ -90,7 +90,7 @@ def dtype_arguments(
 
     Explicit dtype arguments are noted on the layer: only here can they be told from the policy's.
     One that is None counts as not given; with no policy in force a `param_dtype` of None is
-    float32. Initialisers given are made to work in half precision where parameters are half.
+    float32. Initializers given are made to work in half precision where parameters are half.
     """
     kwargs = dict(kwargs)
     require_dtypes(type(layer).__name__, kwargs)
@@ -117,12 +117,12 @@ def dtype_arguments(
             kwargs["dtype"] = effective.policy.compute_dtype
         if "param_dtype" in accepted and not is_complex(param_dtype):
             kwargs["param_dtype"] = effective.policy.param_dtype
-    given = {name: init for name, init in kwargs.items() if is_initialiser(name)}
+    given = {name: init for name, init in kwargs.items() if is_initializer(name)}
     return effective, kwargs | half_safe_inits(given, kwargs.get("param_dtype", jnp.float32))
 
 
-def is_initialiser(name: str) -> bool:
-    """Returns whether an argument of that name is an initialiser of parameters."""
+def is_initializer(name: str) -> bool:
+    """Returns whether an argument of that name is an initializer of parameters."""
     # A carry's is no parameter's.
     return name.endswith(("_init", "_initializer")) and name != "carry_init"
 
@@ -132,8 +132,8 @@ def is_complex(dtype: DTypeLike | None) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
 
 
-def refuse_children_from_outside(module: Any, policy: Policy, arguments: Any) -> None:
-    """Refuses a policy given to a container whose children were built before it, which it can't
+def reject_children_from_outside(module: Any, policy: Policy, arguments: Any) -> None:
+    """Rejects a policy given to a container whose children were built before it, which it can't
     reach.
     """
     children = (each for given in _modules(arguments) for _, each in flax_nnx.iter_modules(given))

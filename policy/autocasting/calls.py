@@ -41,7 +41,7 @@ from policy.programs.rewriting.interpreter import Body
 def once_for_all_alike(handler: AutocastHandler, *, saves: bool = True) -> AutocastHandler:
     """Returns a handler that traces and differentiates equal equations once.
 
-    The normalisations of a model are an example: their equations hold the same program. The handler
+    The normalizations of a model are an example: their equations hold the same program. The handler
     must return new values that do not refer to its operands.
 
     Args:

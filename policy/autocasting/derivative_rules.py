@@ -90,7 +90,7 @@ def custom_vjp(evaluator: Evaluator, equation: Equation, values: Values) -> Valu
         return _of_dtypes(body, outputs, given), saved
 
     def bwd(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        found = rules.pulled_back(saved, list(map(_materialised, cotangents)))
+        found = rules.pulled_back(saved, list(map(_materialized, cotangents)))
         gradients = _filled([None] * len(values), rules.floats, found)
         pairs = zip(gradients, rules.arrays, strict=True)
         return tuple(None if g is None else cast(g, array.dtype) for g, array in pairs)
@@ -171,7 +171,7 @@ class _VjpRules:
             return saved(list(map(cast, cotangents, _dtypes(self.equation.outvars))))
 
 
-def _materialised(cotangent: Any) -> Any:
+def _materialized(cotangent: Any) -> Any:
     if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return cotangent
     aval: Any = cotangent.aval

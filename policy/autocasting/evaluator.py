@@ -46,8 +46,8 @@ class Evaluator(Interpreter[CastValue]):
       path: the module path of the equation whose body is being run.
       held: the regions of the programs of the enclosing equation, by identity; None at the top. Any
         other program is a derivative rule, whose regions are found when it is run.
-      is_whole: whether all of the enclosing equation belongs to a normalisation.
-      regions: the normalisations of the program that is being run.
+      is_whole: whether all of the enclosing equation belongs to a normalization.
+      regions: the normalizations of the program that is being run.
       readers: the primitives that read each of its variables, and how often; "" stands for the
         program's caller.
       widened: the operands of a softmax's ``x - max(x)``, read in float32, so that the maximum is
@@ -211,7 +211,7 @@ class Evaluator(Interpreter[CastValue]):
         return path_of(str(equation.source_info.name_stack), self.path, marks=True)
 
     def place_of(self, equation: Equation) -> Place:
-        """Returns the dtypes of an equation, by its path and its part in a normalisation."""
+        """Returns the dtypes of an equation, by its path and its part in a normalization."""
         place = self.places[self.path_of(equation)]
         if id(equation) in self.regions.applies:
             return place.within("applies")

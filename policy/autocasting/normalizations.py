@@ -1,15 +1,15 @@
-"""Finds the normalisations of a program by their arithmetic, not by names of modules or scopes.
+"""Finds the normalizations of a program by their arithmetic, not by names of modules or scopes.
 
-A normalisation divides x, or x minus its mean, by a root of the second moment of x over some axes,
+A normalization divides x, or x minus its mean, by a root of the second moment of x over some axes,
 or of a stored variance, and may scale and shift the quotient by parameters:
 
     (x - mean(x)) * rsqrt(var(x) + epsilon) * scale + bias
 
 The second moment is a mean of squares, in one pass or two, with a mask or over devices, at any
 depth of nested programs. A sum of squares in place of the mean, or a mean over all axes, counts
-only if a parameter scales or shifts the quotient: without one it is a norm, or standardises a batch
+only if a parameter scales or shifts the quotient: without one it is a norm, or standardizes a batch
 of data. Quotients of the program's arguments that are neither scaled nor read by a matmul are
-standardised data too, such as the targets of a loss.
+standardized data too, such as the targets of a loss.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _DEEPEST = 8
 
 
 class Found(NamedTuple):
-    """The nodes of normalisations: of statistics, and those whose results are as large as x."""
+    """The nodes of normalizations: of statistics, and those whose results are as large as x."""
 
     measures: set[Node]
     applies: set[Node]
 
 
 def normalizations(graph: Graph, is_param: Sequence[bool]) -> Found:
-    """Returns the normalisations of a program.
+    """Returns the normalizations of a program.
 
     Args:
       graph: the program.
       is_param: whether each of its arguments is a parameter. Values computed from parameters alone
-        are never normalised.
+        are never normalized.
     """
     found = Found(set(), set())
     _note_facts(graph, is_param)
@@ -80,7 +80,7 @@ def _note_facts(graph: Graph, is_param: Sequence[bool]) -> None:
 
 
 def _look_at(root: Node, found: Found) -> None:
-    """Adds the normalisations that divide by a root, if any."""
+    """Adds the normalizations that divide by a root, if any."""
     is_inverse = _is_inverse(root)
     if is_inverse is None:
         return
@@ -95,7 +95,7 @@ def _look_at(root: Node, found: Found) -> None:
         numerator = _chain_of(quotient.numerator)
         chosen = next((m for m in moments if _meeting(numerator, _chain_of(m.of))), None)
         affine = _affine(quotient.operation.out, quotient.is_scaled, False, of_root)
-        if chosen is None and not (is_running and _is_centred(numerator, affine, of_root)):
+        if chosen is None and not (is_running and _is_centered(numerator, affine, of_root)):
             continue
         is_norm = chosen is not None and not chosen.is_mean
         is_data = numerator.data[-1].given and not _feeds_a_matmul(quotient.operation.out)
@@ -125,7 +125,7 @@ def _is_inverse(root: Node) -> bool | None:
     return {0.5: False, -0.5: True}.get(number) if number is not None else None
 
 
-def _is_centred(numerator: _DefinitionChain, affine: Sequence[Node], of_root: set[Node]) -> bool:
+def _is_centered(numerator: _DefinitionChain, affine: Sequence[Node], of_root: set[Node]) -> bool:
     """Returns whether a stored mean is subtracted.
 
     It is subtracted before the division, or afterwards, divided by the root itself.

@@ -15,7 +15,7 @@ from policy.programs.reading.graph import Graph, Node, is_joint
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
-    """The equations of one program that belong to normalisations, or to a bounded activation and
+    """The equations of one program that belong to normalizations, or to a bounded activation and
     what its distance from the bound is read by.
 
     Equal and hashed by content, so that programs with the same regions can share their rewriting.
@@ -24,7 +24,7 @@ class Regions:
       measures: the identities of equations of statistics, of those that read an activation, and of
         those that hold nothing but regions: they run in float32.
       applies: the identities of the activations, and of equations whose results are as large as
-        the data of a normalisation. They run in float32 and return half precision.
+        the data of a normalization. They run in float32 and return half precision.
       programs: the regions of nested programs, by the identities of the equation and the program.
       is_whole: whether every equation of the program belongs to a region.
     """
@@ -43,7 +43,7 @@ _SOUGHT = MOMENT_ROOTS | primitives.BOUNDED
 
 
 def regions_of(jaxpr: OpenJaxpr, is_param: Sequence[bool], *, returns: bool) -> Regions:
-    """Returns the normalisations of a program, and the complements of its bounded activations.
+    """Returns the normalizations of a program, and the complements of its bounded activations.
 
     Args:
       jaxpr: an open jaxpr.

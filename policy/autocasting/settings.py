@@ -30,11 +30,11 @@ class Settings:
     Attributes:
       policy: matmuls run in its compute_dtype.
       rules: policies by module path, or None.
-      narrows: whether params yield to half-precision activations, and normalisations return half
+      narrows: whether params yield to half-precision activations, and normalizations return half
         ("memory").
       allow, deny, opaque: primitives to run in compute_dtype, in float32, and as they were traced.
       strict: whether a primitive without a category is an error.
-      normalises: the paths of modules treated as normalisations, as rules whose policies are
+      normalizes: the paths of modules treated as normalizations, as rules whose policies are
         ignored; or None.
       narrows_scans: whether scanned layers with stacked parameters return half precision.
       around: the precision in force around the call, which is no word about a line.
@@ -47,7 +47,7 @@ class Settings:
     deny: frozenset[str] = frozenset()
     opaque: frozenset[str] = frozenset()
     strict: bool = False
-    normalises: PolicyRules | None = None
+    normalizes: PolicyRules | None = None
     narrows_scans: bool = False
     around: str | None = None
 
@@ -86,10 +86,10 @@ class Place:
     Attributes:
       compute: the dtype of matmuls there; float32 keeps everything there in float32.
       matmul: the 8-bit dtypes of matmuls of one parameter there, or None.
-      region: "applies" where a normalisation computes values as large as its input, in float32, and
+      region: "applies" where a normalization computes values as large as its input, in float32, and
         returns half precision; "measures" where it computes statistics, which are float32 for every
         reader.
-      is_ruled: whether a rule names the path: then nothing there is a normalisation.
+      is_ruled: whether a rule names the path: then nothing there is a normalization.
       is_layer: whether it is inside a layer that obeys a policy itself: its dtypes stay as they
         were traced.
       precision: the precision of matmuls there that were given none, or None for JAX's default.
@@ -107,7 +107,7 @@ class Place:
     is_unrounded: bool = False
 
     def within(self, region: Literal["applies", "measures"]) -> Place:
-        """Returns this place as part of a normalisation, unless a rule or argument forbids it."""
+        """Returns this place as part of a normalization, unless a rule or argument forbids it."""
         if self.region is not None or self.is_ruled or self.compute == F32:
             return self
         return dataclasses.replace(self, region=region)
@@ -149,7 +149,7 @@ class Places(dict[Path, Place]):
             compute, matmul = F32, None
             precision = precision_within(in_island(obeyed), settings.policy)
         may_be_named = settings.narrows and policy is None and compute != F32
-        named = may_be_named and _rule_policy(settings.normalises, without_marks(path)) is not None
+        named = may_be_named and _rule_policy(settings.normalizes, without_marks(path)) is not None
         name, model = _names(without_marks(path))[-1]
         note_obeyed(model, name, obeyed)
         region = "applies" if named else None

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 
-def refusing_sites(name: str) -> AbstractContextManager[Any]:
-    """Refuses NumPyro's sites in a block, where an inference or another handler wants them.
+def rejecting_sites(name: str) -> AbstractContextManager[Any]:
+    """Rejects NumPyro's sites in a block, where an inference or another handler wants them.
 
     A call that is traced once reaches the handlers once: guides would then be fitted to nothing.
 
@@ -21,11 +21,11 @@ def refusing_sites(name: str) -> AbstractContextManager[Any]:
     """
     numpyro: Any = sys.modules.get("numpyro.primitives")
     # NumPyro has no public way to ask whether a handler is open; where this list is gone, nothing
-    # is refused.
+    # is rejected.
     if numpyro is None or not getattr(numpyro, "_PYRO_STACK", ()):
         return contextlib.nullcontext()
 
-    class Refusal(numpyro.Messenger):
+    class Rejection(numpyro.Messenger):
         def process_message(self, msg: dict[str, Any]) -> None:
             raise TypeError(
                 f"autocast compiles {name}, so inference would see its NumPyro site "
@@ -33,4 +33,4 @@ def refusing_sites(name: str) -> AbstractContextManager[Any]:
                 "arrays that computes between the sites, such as the network."
             )
 
-    return Refusal()
+    return Rejection()

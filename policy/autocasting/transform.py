@@ -27,7 +27,7 @@ from policy.autocasting.parameters import (
 from policy.autocasting.report import Report
 from policy.autocasting.requests import retracing, with_requests
 from policy.autocasting.settings import Places, Settings
-from policy.autocasting.sites import refusing_sites
+from policy.autocasting.sites import rejecting_sites
 from policy.autocasting.values import CastValue, cast
 from policy.core.dtypes import precision_around
 from policy.core.messages import require_function, warn_once
@@ -91,7 +91,7 @@ def autocast(
     allow: Collection[str] = (),
     deny: Collection[str] = (),
     opaque: Collection[str] = (),
-    normalises: Collection[str] = (),
+    normalizes: Collection[str] = (),
     on_unknown: Literal["opaque", "raise"] = "opaque",
     enabled: bool = True,
 ) -> Any:
@@ -130,12 +130,12 @@ def autocast(
         them: ``{"layers": "bf16"}``. Other loops, and scanned layers without a rule, keep the
         dtypes of their carries.
       preset: "memory" keeps activations in half precision between matmuls; "conservative" is
-        PyTorch's promotion, where params and normalisations make them float32 again.
+        PyTorch's promotion, where params and normalizations make them float32 again.
       allow, deny, opaque: names of primitives to run in compute_dtype, in float32, or as they were
         traced.
-      normalises: module paths, as patterns of rules, of normalisations that are not recognised:
+      normalizes: module paths, as patterns of rules, of normalizations that are not recognized:
         under "memory" they run in float32 and return half precision. Quotients of x, or of x minus
-        its mean, and a root of its second moment are recognised under any name.
+        its mean, and a root of its second moment are recognized under any name.
       on_unknown: whether an unknown primitive runs as it was traced, or raises.
       enabled: False leaves `fn` as it is, in float32 also inside another autocast.
 
@@ -145,7 +145,7 @@ def autocast(
     Raises:
       TypeError: `fn` is not a function, or `rules`, `allow`, ... are not of the kinds above.
       ValueError: a policy without a floating compute_dtype, an unknown primitive or preset, a
-        primitive given twice; at the call, a rule or a path in `normalises` that matches nothing.
+        primitive given twice; at the call, a rule or a path in `normalizes` that matches nothing.
     """
     if isinstance(fn, (str, Policy)) and policy is None:
         fn, policy = None, fn
@@ -159,7 +159,7 @@ def autocast(
         known_primitives(deny, "deny"),
         known_primitives(opaque, "opaque"),
         _one_of("on_unknown", on_unknown, "opaque", "raise") == "raise",
-        _checked_paths(normalises),
+        _checked_paths(normalizes),
     )
     twice = (settings.allow & settings.deny) | (settings.opaque & (settings.allow | settings.deny))
     if twice:
@@ -200,14 +200,14 @@ def _checked_rules(rules: RulesLike) -> PolicyRules:
     return checked
 
 
-def _checked_paths(normalises: Any) -> PolicyRules | None:
-    is_collection = isinstance(normalises, Collection) and not isinstance(normalises, (str, bytes))
-    if not is_collection or not all(isinstance(pattern, str) for pattern in normalises):
+def _checked_paths(normalizes: Any) -> PolicyRules | None:
+    is_collection = isinstance(normalizes, Collection) and not isinstance(normalizes, (str, bytes))
+    if not is_collection or not all(isinstance(pattern, str) for pattern in normalizes):
         raise TypeError(
-            "normalises should be a collection of module paths, such as "
-            f"('blocks/.*/scale_shift',), but got {normalises!r}."
+            "normalizes should be a collection of module paths, such as "
+            f"('blocks/.*/scale_shift',), but got {normalizes!r}."
         )
-    return PolicyRules(dict.fromkeys(normalises, "float32")) if normalises else None
+    return PolicyRules(dict.fromkeys(normalizes, "float32")) if normalizes else None
 
 
 def _transformed(fn: Any, *, options: _Options, enabled: bool) -> Any:
@@ -312,7 +312,7 @@ class _Autocast:
                 current_scope(), attention_policy=settings.attention_policy
             )
             with (
-                refusing_sites(function_name(self.fn)),
+                rejecting_sites(function_name(self.fn)),
                 during(autocast=self.options.policy),
                 enter(attending),
             ):
@@ -334,7 +334,7 @@ class _Autocast:
             if report is not None:
                 report.parameters = list(itertools.compress(arguments.names(), params))
             # A report notes each equation at its path, and rules may tell the paths inside apart.
-            shares = report is None and settings.rules is None and settings.normalises is None
+            shares = report is None and settings.rules is None and settings.normalizes is None
             body, consts = opened(outlined(jaxpr) if shares else jaxpr)
             places = Places(settings, repeated_programs(body) if shares else frozenset())
             evaluator = Evaluator(settings, places, HANDLERS, report)
@@ -347,7 +347,7 @@ class _Autocast:
             outputs = evaluator.run(body, list(map(evaluator.constant, consts)), values)
             if self.options.settings.rules is not None:
                 places.check(settings.rules)  # those of a scope may be meant for other code
-            places.check(settings.normalises)
+            places.check(settings.normalizes)
             results = jax.tree.unflatten(jax.tree.structure(shape), [one.array for one in outputs])
             return jax.tree.map(_like, results, shape)
 
@@ -359,7 +359,7 @@ def _traced_in_float32(flat: Callable[..., Any], arrays: Sequence[Any]) -> tuple
     """Returns the program of a function, half-precision arguments as float32, and its results.
 
     The results have the dtypes that the function gives them for its arguments as they are. A
-    function that refuses half precision, such as an FFT, returns what it returns for float32.
+    function that rejects half precision, such as an FFT, returns what it returns for float32.
     """
     widened = functools.partial(jax.eval_shape, lambda array: array.astype(F32))
     wide = [widened(array) if _is_half(array) else array for array in arrays]

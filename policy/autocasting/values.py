@@ -36,7 +36,7 @@ class CastValue:
         range of half precision. In float32 it meets half-precision activations without widening
         what follows.
       constant: the value of all elements, if they are known to be equal.
-      narrows: whether a normalisation computed it in float32, to be half precision for other
+      narrows: whether a normalization computed it in float32, to be half precision for other
         modules.
       narrowed: the half-precision value for other modules, once one has read it.
       widened: the same array in float32, once an operation has requested it.
@@ -98,7 +98,7 @@ class CastValue:
         return CastValue(self.as_dtype(F32), yields=True)
 
     def narrowed_to(self, dtype: np.dtype) -> CastValue:
-        """Returns the value as readers outside of its normalisation get it, in a half `dtype`."""
+        """Returns the value as readers outside of its normalization get it, in a half `dtype`."""
         if not self.narrows or dtype == F32:
             return self
         if self.narrowed is None or self.narrowed.dtype != dtype:

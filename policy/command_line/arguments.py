@@ -199,7 +199,7 @@ def call_of(
 def require_arguments(
     fn: Callable[..., Any], args: Sequence[Any], target: str, passed: Collection[str] = ()
 ) -> None:
-    """Refuses a function that takes arguments if none are given.
+    """Rejects a function that takes arguments if none are given.
 
     Args:
       passed: names of arguments that the command itself passes.

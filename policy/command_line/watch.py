@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from policy.command_line.arguments import prefixed_errors
-from policy.inspect.render.text import shows_colour
+from policy.inspect.render.text import shows_color
 from policy.inspect.runs.advice import Advice, advise
 from policy.inspect.runs.run_log import read_records
 from policy.inspect.runs.text import run_text
@@ -32,8 +32,8 @@ def show_run(
     Raises:
       CommandError: the file can't be read, or is not a run's log.
     """
-    size, advice, colour = -1, (), shows_colour(sys.stdout)
-    cleared = "\x1b[2J\x1b[H" if follow and colour else ""
+    size, advice, color = -1, (), shows_color(sys.stdout)
+    cleared = "\x1b[2J\x1b[H" if follow and color else ""
     try:
         while True:
             now = Path(name).stat().st_size if Path(name).exists() else 0
@@ -41,7 +41,7 @@ def show_run(
                 with prefixed_errors("watch"):
                     records = read_records(name)
                 size, advice = now, advise(records)
-                text = run_text(records, Path(name).name, colour=colour)
+                text = run_text(records, Path(name).name, color=color)
                 print(f"{cleared}{text}", flush=True)
             if not follow:
                 return advice

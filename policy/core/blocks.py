@@ -33,7 +33,7 @@ class Block:
     """Base class of blocks; one may be entered again, and by several threads.
 
     As a decorator, it holds during each step of a coroutine, generator or async generator, and not
-    while that is suspended. As a ``with`` block, it is refused in an async function. A block that
+    while that is suspended. As a ``with`` block, it is rejected in an async function. A block that
     is left before one inside it, by a suspended generator, ends with that. One that is dropped
     without having been entered emits a warning.
     """
@@ -59,7 +59,7 @@ class Block:
     def __enter__(self) -> Any:
         self._is_used = True
         opened = self._opened()
-        self._refuse_suspension(sys._getframe(1))
+        self._reject_suspension(sys._getframe(1))
         entered = opened.__enter__()
         thread.blocks.append(_Entered(self, opened))
         return entered
@@ -118,7 +118,7 @@ class Block:
 
         return function
 
-    def _refuse_suspension(self, frame: types.FrameType) -> None:
+    def _reject_suspension(self, frame: types.FrameType) -> None:
         # A generator of `contextlib.contextmanager`, or a fixture of pytest, is a block itself, and
         # so is an ExitStack: the code that enters these is asked.
         level = 3

@@ -55,7 +55,7 @@ def instruction_after(frame: types.FrameType) -> str:
 def require_function(fn: Any, what: str, *, takes: str = "a function") -> None:
     """Raises unless `fn` is a function of arrays.
 
-    Refuses values, classes and unbound linen modules.
+    Rejects values, classes and unbound linen modules.
 
     Args:
       fn: a function, or a callable module.

@@ -94,7 +94,7 @@ class Policy:
     Attributes:
       param_dtype: the dtype that parameters are created and stored in. A format in 8 or 4 bits,
         such as "int8", "float8", "int4:32" or "nf4", is for frozen ones: it is held in
-        `param_format`, and parameters that are not quantised are float32.
+        `param_format`, and parameters that are not quantized are float32.
       param_format: the 8- or 4-bit format in which `policy.quantized.quantize_params` stores
         parameters, or None.
       compute_dtype: the dtype of matmuls, convolutions and activations.

@@ -31,7 +31,7 @@ def _(message: str, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Arra
     return primals[0], _tangent_p.bind(tangents[0], message=message)
 
 
-def _refuse(*_: Any, message: str) -> Any:
+def _reject(*_: Any, message: str) -> Any:
     raise NotImplementedError(message)
 
 
@@ -39,8 +39,8 @@ def _refuse(*_: Any, message: str) -> Any:
 # evaluated or lowered in forward mode alone.
 _tangent_p = jex_core.Primitive("in_reverse_mode")
 _tangent_p.def_abstract_eval(lambda x, message: x)
-_tangent_p.def_impl(_refuse)
-mlir.register_lowering(_tangent_p, _refuse)
+_tangent_p.def_impl(_reject)
+mlir.register_lowering(_tangent_p, _reject)
 ad.deflinear2(_tangent_p, lambda cotangent, x, message: [cotangent])
 batching.primitive_batchers[_tangent_p] = lambda operands, axes, message: (
     _tangent_p.bind(*operands, message=message),

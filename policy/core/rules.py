@@ -99,7 +99,7 @@ class PolicyRules:
         contain others.
 
         Raises:
-          ValueError: a text has no ``=``, or the constructor refuses the rules.
+          ValueError: a text has no ``=``, or the constructor rejects the rules.
           TypeError: `texts` is a single text.
         """
         if isinstance(texts, str):

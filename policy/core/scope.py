@@ -223,7 +223,7 @@ def _checked(
 
 
 def require_usable(policy: Policy) -> Policy:
-    """Returns `policy`, or raises if this process can't honour it.
+    """Returns `policy`, or raises if this process can't honor it.
 
     Raises:
       ValueError: a field is float64 while x64 is disabled.
@@ -267,7 +267,7 @@ class use_policy(Block):
     without having been entered, and at the end of a block whose policy nothing has read.
 
     As a decorator of an async function or a generator it holds for each step, and not while the
-    function is suspended. A block in an async function is refused, because other tasks of the
+    function is suspended. A block in an async function is rejected, because other tasks of the
     thread would see its policy; a block in a generator emits a warning.
 
     >>> import policy

@@ -45,7 +45,7 @@ def cached_inline_jit(function: Callable[..., Any], *static: Hashable) -> Callab
     """Returns ``function(*static, ...)`` as a cached inline `jax.jit`, which is traced once.
 
     JAX also differentiates it once. Any number of layers may call it with arguments of the same
-    shapes. Tracing a normalisation, a softmax or a custom derivative takes most of its time in the
+    shapes. Tracing a normalization, a softmax or a custom derivative takes most of its time in the
     transforms. The program is the same as without `jit`, except that newer JAX versions keep a call
     where it is differentiated.
 

@@ -1,6 +1,6 @@
 """Losses in reduction_dtype.
 
-Of (batch, classes) logits, cross-entropy with integer labels materialises the exponential of the
+Of (batch, classes) logits, cross-entropy with integer labels materializes the exponential of the
 forward sum as the backend decides (XLA:CPU: one float32 buffer, as many bytes as optax takes in
 bfloat16; nothing if the exponential is fused into the sum) and the gradient in the logits' own
 dtype.

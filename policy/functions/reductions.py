@@ -331,13 +331,13 @@ def standardize(
 
     def run(x: Array, mean: Array | None, variance: Array | None) -> Array:
         centre = jnp.mean(x, axis, keepdims=True, where=where) if mean is None else mean
-        centred = x - _expanded(centre, x)
+        centered = x - _expanded(centre, x)
         spread = variance
         if spread is None and mean is None:
-            spread = jnp.mean(jnp.square(centred), axis, keepdims=True, where=where)
+            spread = jnp.mean(jnp.square(centered), axis, keepdims=True, where=where)
         elif spread is None:  # the variance about the data's own mean, even with another mean
             spread = jnp.var(x, axis, keepdims=True, where=where)
-        return centred * jax.lax.rsqrt(_expanded(spread, x) + epsilon)
+        return centered * jax.lax.rsqrt(_expanded(spread, x) + epsilon)
 
     return in_reduction_dtype(run, x, mean, variance, dtype=dtype)
 
@@ -532,7 +532,7 @@ def accumulating(
 
     `bilinear(lhs, rhs, preferred_element_type=...)` is called forward with `accumulator_dtype`.
     With that alone, JAX would multiply float32 by half precision in both backward operations, or
-    refuse to (convolutions). Here the tangent is computed in the operands' dtype and then widened,
+    reject to (convolutions). Here the tangent is computed in the operands' dtype and then widened,
     so its transpose rounds the cotangent first. Forward and reverse mode both work.
     """
     dtype = jnp.dtype(accumulator_dtype)

@@ -107,7 +107,7 @@ class StaticLossScale(_ByNumber):
 
     Args:
       loss_scale: a concrete number; an array is converted to a Python number. `scale` and `unscale`
-        refuse one that is not positive.
+        reject one that is not positive.
     """
 
     loss_scale: ArrayLike
@@ -330,7 +330,7 @@ class ScaledGradients:
     """Gradients of a scaled loss, with their scale.
 
     `apply_gradients`, and `update` of `mixed_precision`, divide them by the scale, once. Other
-    optimizers refuse them: the type is a pytree node of its own, so its structure differs from a
+    optimizers reject them: the type is a pytree node of its own, so its structure differs from a
     parameter tree's. The scale is sealed: its bits are the data of a PRNG key, so that arithmetic
     mapped over the leaves, a sum over devices included, raises instead of changing it.
 
@@ -430,7 +430,7 @@ def require_positive(scale: Any) -> jax.Array | Literal[True]:
     """
     if isinstance(scale, Tracer):
         return (scale > 0) & jnp.isfinite(scale.astype(jnp.float32))
-    # a Python number above float32's largest becomes inf, and is refused as such
+    # a Python number above float32's largest becomes inf, and is rejected as such
     with np.errstate(over="ignore"):
         values = np.asarray(scale).astype(np.float32)
     if not (np.all(values > 0) and np.all(np.isfinite(values))):
@@ -444,7 +444,7 @@ def scale_tree(tree: T, scale: ArrayLike) -> T:
     Other leaves are unchanged. A traced scale that is not positive and finite makes each floating
     leaf NaN.
     """
-    _refuse_scaled(tree, "scale")
+    _reject_scaled(tree, "scale")
     return _in_working_dtype(jnp.multiply, tree, _checked(scale))
 
 
@@ -455,7 +455,7 @@ def unscale_tree(tree: T, scale: ArrayLike) -> T:
     is subnormal, which most backends flush to zero. A traced scale that is not positive and finite
     makes each floating leaf NaN.
     """
-    _refuse_scaled(tree, "unscale")
+    _reject_scaled(tree, "unscale")
     return _in_working_dtype(jnp.divide, tree, _checked(scale))
 
 
@@ -484,10 +484,10 @@ def _checked(scale: ArrayLike) -> ArrayLike:
     return jnp.where(is_positive, scale, jnp.full_like(scale, np.nan))
 
 
-def _refuse_scaled(tree: Any, what: str) -> None:
+def _reject_scaled(tree: Any, what: str) -> None:
     if isinstance(tree, ScaledGradients):
         raise TypeError(
-            f"loss_scale.{what} of ScaledGradients is refused: they carry their scale, and a step "
+            f"loss_scale.{what} of ScaledGradients is rejected: they carry their scale, and a step "
             "divides by it once. Pass them as they are to apply_gradients(tx, params, opt_state, "
             "grads)."
         )

@@ -113,7 +113,7 @@ def accumulate_gradients(
         `params` holds an nnx model.
     """
     require_function(value_and_grad_fn, "accumulate_gradients")
-    _refuse_models(params)
+    _reject_models(params)
     count = _first_axis(microbatches, "microbatches")
     weights = None if weights is None else jnp.asarray(weights, jnp.float32)
     if weights is not None and weights.shape != (count,):
@@ -210,7 +210,7 @@ def _add(weight: Any, path: Any, total: jax.Array, x: jax.Array) -> jax.Array:
     return total + jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
 
 
-def _refuse_models(params: Any) -> None:
+def _reject_models(params: Any) -> None:
     """Raises for nnx models, whose Variables a scan can not update."""
     is_model = lambda node: "flax.nnx.module" in nnx_files(node)  # noqa: E731
     models = [node for node in jax.tree.leaves(params, is_leaf=is_model) if is_model(node)]

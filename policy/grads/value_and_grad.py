@@ -155,7 +155,7 @@ def without_loss(differentiated: Callable[..., Any], has_aux: bool) -> Callable[
 
 
 class Finish:
-    """Turns raw gradients into unscaled ones or `ScaledGradients`, for both wings.
+    """Turns raw gradients into unscaled ones or `ScaledGradients`, for both APIs.
 
     Attributes:
       policy: in force while the loss is traced, or None.
@@ -264,7 +264,7 @@ def _scale_value(loss_scale: Any) -> ArrayLike:
                 "holds one: pass loss_scale=loss_scale_of(opt_state)."
             )
     else:
-        given: Any = loss_scale  # of a class, too: it is refused by name
+        given: Any = loss_scale  # of a class, too: it is rejected by name
         scale = get_loss_scale(given).loss_scale
     require_positive(scale)
     if jnp.ndim(scale):

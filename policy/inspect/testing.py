@@ -204,7 +204,7 @@ def assert_no_silent_promotion(
     """Asserts that no bfloat16 or float16 meets float32 without an explicit cast.
 
     These are the findings "silent-promotion" and "mixed-matmul" of `policy.audit`. A result that is
-    narrowed again before it is used elsewhere, as within a normalisation, is accepted.
+    narrowed again before it is used elsewhere, as within a normalization, is accepted.
 
     >>> import jax.numpy as jnp
     >>> from policy.inspect.testing import assert_no_silent_promotion
@@ -357,7 +357,7 @@ def _allowed(graph: Graph, allow: Collection[str]) -> list[Node]:
             "string itself."
         )
     nodes = [node for node in graph.nodes if not is_joint(node)]
-    patterns = PolicyRules(dict.fromkeys(allow, "float32")).rules  # refuses malformed patterns
+    patterns = PolicyRules(dict.fromkeys(allow, "float32")).rules  # rejects malformed patterns
     paths = dict.fromkeys(node.site.path for node in nodes)
     left_out = set[Path]()
     for pattern, _ in patterns:

@@ -324,7 +324,7 @@ def _check_field(
     if is_copy or kept >= 1 - 2.0**-22:
         what = "copy of the params" if is_copy else "running sum"
         raise ValueError(
-            f"moment_dtype for {name!r} is refused: the field is a {what}. Leave it float32."
+            f"moment_dtype for {name!r} is rejected: the field is a {what}. Leave it float32."
         )
     if is_negative and form is not None and not is_first(name):
         raise ValueError(

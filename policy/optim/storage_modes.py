@@ -115,7 +115,7 @@ def _pair(high: jax.Array, low: jax.Array) -> jax.Array:
 def join_master(param: jax.Array, low: jax.Array) -> jax.Array:
     """Joins a bfloat16 param and its low 16 bits into the float32 master.
 
-    A param that was written to since is honoured to within one ulp of bfloat16. Two stale low
+    A param that was written to since is honored to within one ulp of bfloat16. Two stale low
     halves make a NaN: one below zero beside ±0, and one above beside ±infinity. There the master is
     the param.
     """

@@ -120,7 +120,7 @@ def flops_of(equation: Equation) -> int:
     A product in a matmul counts as two operations; each number that is summed or computed counts as
     one, also that of an exponential. Attention in one kernel counts as its two matmuls of all pairs
     of queries and keys, its backward pass as four. Operations on integers count as zero, but for
-    matmuls and convolutions of int8, and so does the work inside other kernels, factorisations and
+    matmuls and convolutions of int8, and so does the work inside other kernels, factorizations and
     transforms.
     """
     name = equation.primitive.name

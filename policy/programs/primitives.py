@@ -465,7 +465,7 @@ COMBINES = _with("combines")
 """Hold a small program of two numbers: no part of the program that runs in order."""
 
 ELEMENTWISE = _with("elementwise")
-"""One number of each operand makes one of the result: of these, normalisations are made."""
+"""One number of each operand makes one of the result: of these, normalizations are made."""
 
 READS_BITS = _with("reads_bits")
 """Read or cut off bits: their result depends on how many there are."""

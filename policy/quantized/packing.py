@@ -22,7 +22,7 @@ def pack_params(tree: Any) -> Any:
     """Returns a tree with a dict of plain arrays for each `QuantizedArray`, as files hold them.
 
     The dict has ``scales``, and quantized values by the name of their format, so that they fit no
-    other. Those of 4 bits are uint8: two neighbours along the quantized axis in a byte, the first
+    other. Those of 4 bits are uint8: two neighbors along the quantized axis in a byte, the first
     of them in its lower half.
 
     >>> import jax.numpy as jnp

@@ -142,7 +142,7 @@ def test_saved_values_leave_fewer_matmuls_to_backward():
     assert flops(MINIMAL) < flops(Remat(saved=("query", "key", "value"))) < flops(FULL)
 
 
-def test_the_command_prints_stored_rows_and_refuses_unknown_ones(capsys):
+def test_the_command_prints_stored_rows_and_rejects_unknown_ones(capsys):
     assert main(["--stored"]) == 0
     assert "ViT-B/16" in capsys.readouterr().out
     assert main(["--only", "gpt5"]) == 2

@@ -81,7 +81,7 @@ def test_every_table_is_a_module_and_is_chosen_by_its_name():
         (packages.main, "--write --only e3x", "--write replaces the whole table: leave out --only"),
     ],
 )
-def test_a_line_that_can_not_be_run_is_refused_by_its_command(main, line, text, capsys):
+def test_a_line_that_can_not_be_run_is_rejected_by_its_command(main, line, text, capsys):
     try:
         status = main(line.split())
     except SystemExit as error:

@@ -29,7 +29,7 @@ def test_a_script_of_diff_makes_the_new_file(tmp_path, new):
     assert sources.edited(OLD.splitlines(), script) == new.splitlines()
 
 
-def test_other_commands_of_ed_are_refused():
+def test_other_commands_of_ed_are_rejected():
     with pytest.raises(ValueError, match=r"'s/a/b/' should be a command of ed: a, c or d\."):
         sources.edited(["a"], "s/a/b/\n")
 

@@ -1,10 +1,10 @@
 """Writes `mpmodules/linen/__init__.pyi` and `mpmodules/nnx/__init__.pyi`, what type checkers read
-of both wings.
+of both APIs.
 
     python -m tests.checkers.make_stubs
 
-Run it after a change of what a wing exports, with the newest supported Flax. The stubs name what
-the wing itself re-exports of Flax's with a star import, of which a type checker would take Flax's
+Run it after a change of what an API exports, with the newest supported Flax. The stubs name what
+the API itself re-exports of Flax's with a star import, of which a type checker would take Flax's
 classes for ours. Constructors of the nnx layers are Flax's, with `dtype_policy` added; linen's
 layers are dataclasses, whose fields say the same.
 """
@@ -27,7 +27,7 @@ import flax.typing
 import mpmodules
 from mpmodules import linen, nnx
 
-WINGS: dict[str, types.ModuleType] = {"linen": linen, "nnx": nnx}
+APIS: dict[str, types.ModuleType] = {"linen": linen, "nnx": nnx}
 FLAX: dict[str, types.ModuleType] = {"linen": flax.linen, "nnx": flax.nnx}
 
 _HEADER = '''"""{summary}
@@ -63,16 +63,16 @@ class _LayerMeta(_ModuleMeta):
 _POLICY_PARAMETER = "dtype_policy: _Policy | str | None = None"
 
 
-def stub_of(wing: str) -> str:
-    package = WINGS[wing]
+def stub_of(api: str) -> str:
+    package = APIS[api]
     summary = (package.__doc__ or "").partition("\n")[0]
-    ours = exported_by_us(wing)
+    ours = exported_by_us(api)
     takes_flaxs = [name for name in ours if _takes_flaxs_arguments(getattr(package, name))]
-    layers = takes_flaxs if wing == "nnx" else []
+    layers = takes_flaxs if api == "nnx" else []
     parts = [_HEADER.format(summary=summary, package=package.__name__)]
     if layers:
         parts.append(_NNX_IMPORTS)
-    flaxs = exported_by_flax(wing).items()
+    flaxs = exported_by_flax(api).items()
     parts += [f"from {module} import {name} as {name}\n" for name, module in flaxs]
     private = [name for name, (_, source) in ours.items() if name in layers or name != source]
     for name, (module, source) in ours.items():
@@ -88,25 +88,25 @@ def stub_of(wing: str) -> str:
     return "".join(parts)
 
 
-def exported_by_us(wing: str) -> dict[str, tuple[str, str]]:
+def exported_by_us(api: str) -> dict[str, tuple[str, str]]:
     """Returns the names that replace Flax's, or are added: each one's module and name there."""
-    source = Path(inspect.getfile(WINGS[wing])).read_text()
+    source = Path(inspect.getfile(APIS[api])).read_text()
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     found: dict[str, tuple[str, str]] = {}
     for node in imports:
         if node.module is not None and node.module.startswith(f"{mpmodules.__name__}."):
             found |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
     public = (name for name in sorted(found) if not name.startswith("_"))
-    return {name: found[name] for name in public if hasattr(WINGS[wing], name)}
+    return {name: found[name] for name in public if hasattr(APIS[api], name)}
 
 
-def exported_by_flax(wing: str) -> dict[str, str]:
-    """Returns the names that a wing takes from Flax as they are, with the module that a type
+def exported_by_flax(api: str) -> dict[str, str]:
+    """Returns the names that an API takes from Flax as they are, with the module that a type
     checker finds each in.
     """
-    package = FLAX[wing]
+    package = FLAX[api]
     tree = ast.parse(Path(inspect.getfile(package)).read_text())
-    # Our wings import submodules on demand.
+    # Our APIs import submodules on demand.
     submodules = [module.name for module in pkgutil.iter_modules(package.__path__)]
     modules = dict.fromkeys((*dir(package), *submodules), package.__name__)
     for node in ast.walk(tree):
@@ -118,12 +118,12 @@ def exported_by_flax(wing: str) -> dict[str, str]:
             hidden = [alias.name for alias in node.names if alias.asname is None]
             module = f"{package.__name__}.{node.module}" if node.level else node.module
             modules |= dict.fromkeys(hidden, module)
-    public = {name for name in modules if not name.startswith("_")} - {*exported_by_us(wing)}
+    public = {name for name in modules if not name.startswith("_")} - {*exported_by_us(api)}
     return {name: modules[name] for name in sorted(public)}
 
 
-def path_of(wing: str) -> Path:
-    return Path(inspect.getfile(WINGS[wing])).with_suffix(".pyi")
+def path_of(api: str) -> Path:
+    return Path(inspect.getfile(APIS[api])).with_suffix(".pyi")
 
 
 def _takes_flaxs_arguments(member: Any) -> bool:
@@ -222,5 +222,5 @@ def _public_name(member: Any, name: str) -> str:
 
 
 if __name__ == "__main__":
-    for wing in WINGS:
-        path_of(wing).write_text(stub_of(wing))
+    for api in APIS:
+        path_of(api).write_text(stub_of(api))

@@ -1,4 +1,4 @@
-"""The stubs of both wings say what the code does: the same names, the same constructors."""
+"""The stubs of both APIs say what the code does: the same names, the same constructors."""
 
 import ast
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.checkers import make_stubs
 
-WINGS = pytest.mark.parametrize("wing", make_stubs.WINGS)
+APIS = pytest.mark.parametrize("api", make_stubs.APIS)
 # What the newest Flax has, from which the stubs are written, and the oldest supported does not.
 NEWER = set() if hasattr(flax.nnx, "RoPE") else {"RoPE", "_RoPE", "dot_product_attention_with_rope"}
 
@@ -25,9 +25,9 @@ def declared(text: str) -> dict[str, str]:
     return found
 
 
-@WINGS
-def test_a_stub_is_what_the_script_writes(wing):
-    texts = make_stubs.path_of(wing).read_text(), make_stubs.stub_of(wing)
+@APIS
+def test_a_stub_is_what_the_script_writes(api):
+    texts = make_stubs.path_of(api).read_text(), make_stubs.stub_of(api)
     committed, written = map(declared, texts)
     names = {*committed, *written} - NEWER
     stale = {name for name in names if committed.get(name) != written.get(name)}
@@ -35,12 +35,12 @@ def test_a_stub_is_what_the_script_writes(wing):
 
 
 @pytest.mark.cases(fast=1)
-@WINGS
-def test_a_stub_names_all_that_the_wing_exports(wing):
-    names = declared(make_stubs.path_of(wing).read_text())
-    public = {name for name in dir(make_stubs.WINGS[wing]) if not name.startswith("_")}
-    imported_for_itself = {"annotations"} | ({"Any"} if wing == "linen" else set())
+@APIS
+def test_a_stub_names_all_that_the_api_exports(api):
+    names = declared(make_stubs.path_of(api).read_text())
+    public = {name for name in dir(make_stubs.APIS[api]) if not name.startswith("_")}
+    imported_for_itself = {"annotations"} | ({"Any"} if api == "linen" else set())
     assert public - imported_for_itself <= set(names)
     for name in set(names) - NEWER:
         if not name.startswith("_") and name != "VariableState":  # an alias that only warns
-            assert hasattr(make_stubs.WINGS[wing], name), name
+            assert hasattr(make_stubs.APIS[api], name), name

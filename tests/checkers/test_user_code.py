@@ -1,5 +1,5 @@
-"""mypy and pyright over user code: what they accept, what they refuse, what they reveal, in both
-wings.
+"""mypy and pyright over user code: what they accept, what they reject, what they reveal, in both
+APIs.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def constructors() -> list[str]:
     """
     lines = ["from typing import Any", "from mpmodules import linen, nnx"]
     lines.append("def calls(anything: Any) -> None:")
-    for wing, module in make_stubs.WINGS.items():
-        for name in make_stubs.exported_by_us(wing):
+    for api, module in make_stubs.APIS.items():
+        for name in make_stubs.exported_by_us(api):
             cls = getattr(module, name)
             if not isinstance(cls, type) or "_upstream_class" not in vars(cls):
                 continue
@@ -189,11 +189,11 @@ def constructors() -> list[str]:
             keywords = [p for p in parameters if p.kind not in variable]
             required = ", ".join(f"{p.name}=anything" for p in keywords if p.default is p.empty)
             alone = ", ".join(f"{p.name}=anything" for p in keywords if p.kind is p.KEYWORD_ONLY)
-            lines.append(f"    {wing}.{name}({', '.join(f'{p.name}=anything' for p in keywords)})")
-            lines.append(f"    {wing}.{name}({', '.join(filter(None, (places, alone)))})")
+            lines.append(f"    {api}.{name}({', '.join(f'{p.name}=anything' for p in keywords)})")
+            lines.append(f"    {api}.{name}({', '.join(filter(None, (places, alone)))})")
             if required:
-                lines.append(f"    {wing}.{name}()  # error: call-arg; reportCallIssue")
+                lines.append(f"    {api}.{name}()  # error: call-arg; reportCallIssue")
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 extra = ", ".join(filter(None, (required, "no_such_argument=anything")))
-                lines.append(f"    {wing}.{name}({extra})  # error: call-arg; reportCallIssue")
+                lines.append(f"    {api}.{name}({extra})  # error: call-arg; reportCallIssue")
     return lines

@@ -20,7 +20,7 @@ def in_plain_flax(example: str) -> types.ModuleType:
     return sources.load(text, f"{example}_in_plain_flax")
 
 
-def assert_refused(example: types.ModuleType, arguments: list[str], message: str) -> None:
+def assert_rejected(example: types.ModuleType, arguments: list[str], message: str) -> None:
     """Asserts that an example ends with one line, which begins with a text."""
     with pytest.raises(SystemExit) as stopped:
         example.main(arguments)

@@ -61,7 +61,7 @@ def test_under_jit_eight_devices_equal_one_to_float32_rounding():
     assert losses_of_one[-1] < losses_of_one[0] - 0.05
     np.testing.assert_allclose(losses, losses_of_one, rtol=1e-6)
     assert worst(eight.params, one.params) < 2e-6  # weights are up to 1
-    assert worst(eight.batch_stats, one.batch_stats) < 2e-6  # synchronised
+    assert worst(eight.batch_stats, one.batch_stats) < 2e-6  # synchronized
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("f32", 1e-6), ("bf16", 2.0**-8)])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import policy as mp
-from tests.examples.helpers import assert_refused, assert_reported, few_digits
+from tests.examples.helpers import assert_rejected, assert_reported, few_digits
 
 RNG = np.random.default_rng(0)
 BATCH = np.zeros((8, 8, 8, 1), np.float32), np.zeros(8, np.int32)
@@ -22,11 +22,11 @@ NO_RULES = mp.PolicyRules()
 @pytest.fixture(autouse=True)
 def as_everywhere_else():
     """Other people's code mixes dtypes and ranks: JAX's own defaults. And compiling takes half."""
-    optimised = jax.config.read("jax_disable_most_optimizations")
+    optimized = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
-    jax.config.update("jax_disable_most_optimizations", optimised)
+    jax.config.update("jax_disable_most_optimizations", optimized)
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +37,8 @@ def small(monkeypatch):
     monkeypatch.setattr(job, "NnxViT", functools.partial(job.NnxViT, width=8, depth=1, heads=2))
 
 
-def model_of(wing, way, policy=HALF, rules=NO_RULES):
-    return {"linen": job.linen_model, "nnx": job.nnx_model}[wing](way, policy, rules, 0)
+def model_of(api, way, policy=HALF, rules=NO_RULES):
+    return {"linen": job.linen_model, "nnx": job.nnx_model}[api](way, policy, rules, 0)
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_the_maths_by_hand_is_flax_s():
     scale, bias = jnp.asarray(RNG.normal(size=(2, 1, 1, 8)), jnp.float32)
     norm = flax.linen.LayerNorm(use_fast_variance=False)
     expected = norm.apply({"params": {"scale": scale[0, 0], "bias": bias[0, 0]}}, x)
-    np.testing.assert_allclose(job.normalise(x, scale, bias), np.asarray(expected), atol=1e-5)
+    np.testing.assert_allclose(job.normalize(x, scale, bias), np.asarray(expected), atol=1e-5)
     np.testing.assert_allclose(job.gelu(x), flax.linen.gelu(x, approximate=False), atol=1e-6)
     heads = x.reshape(2, 4, 2, 4)
     attended = flax.linen.dot_product_attention(heads, 2 * heads, -heads)
@@ -55,7 +55,7 @@ def test_the_maths_by_hand_is_flax_s():
 
 
 @pytest.mark.slow
-def test_both_wings_are_the_same_model():
+def test_both_apis_are_the_same_model():
     linen, nnx = model_of("linen", "float32"), model_of("nnx", "float32")
     theirs, params = linen.params, jax.tree.map(jnp.zeros_like, nnx.params)
     params |= {name: theirs[name] for name in ("patches", "positions", "norm", "head")}
@@ -67,11 +67,11 @@ def test_both_wings_are_the_same_model():
 
 
 @pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_both_ways_reach_flax_s_layers_and_the_maths_by_hand(wing):
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_both_ways_reach_flax_s_layers_and_the_maths_by_hand(api):
     audits, saved = {}, {}
     for way in job.WAYS:
-        model = model_of(wing, way)
+        model = model_of(api, way)
         audits[way] = mp.audit(model.loss, model.opened(model.params), BATCH, backward=True)
         loss = lambda p, b, model=model: model.loss(model.opened(p), b)  # noqa: E731
         saved[way] = job.saved_bytes(loss, model.params, BATCH)
@@ -82,11 +82,11 @@ def test_both_ways_reach_flax_s_layers_and_the_maths_by_hand(wing):
 
 
 @pytest.mark.cases(slow=2)
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
 @pytest.mark.parametrize("way", ["port", "autocast"])
-def test_a_rule_holds_in_both_ways(wing, way):
+def test_a_rule_holds_in_both_ways(api, way):
     def dtypes(rules):
-        model = model_of(wing, way, rules=mp.PolicyRules(rules))
+        model = model_of(api, way, rules=mp.PolicyRules(rules))
         audit = mp.audit(model.apply, model.opened(model.params), BATCH[0])
         dots = [op for op in audit.operations if op.kind == "dot"]
         return {dot.operands for dot in dots if dot.path.endswith("head")}
@@ -110,7 +110,7 @@ def test_the_example_trains_reports_and_plots(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_nnx_model_trains_under_autocast_and_explains_itself(tmp_path, capsys):
     path = tmp_path / "p.png"
-    arguments = ["--wing", "nnx", "--way", "autocast", "--rule", "", "--epochs", "1", "--explain"]
+    arguments = ["--api", "nnx", "--way", "autocast", "--rule", "", "--epochs", "1", "--explain"]
     (result,) = job.main([*arguments, "--plot", str(path)])
     assert np.isfinite(result.losses).all() and result.audit.f32_matmul_share == 0
     texts = ("blocks/0/attention/query", "audit finds nothing", "autocast explains itself")
@@ -118,7 +118,7 @@ def test_the_nnx_model_trains_under_autocast_and_explains_itself(tmp_path, capsy
 
 
 @pytest.mark.cases(fast=1)
-@pytest.mark.parametrize("given", ["--way port", "--way autocast", "--wing nnx --way port"])
+@pytest.mark.parametrize("given", ["--way port", "--way autocast", "--api nnx --way port"])
 def test_a_rule_of_no_module_is_one_line(given, monkeypatch):
     monkeypatch.setattr(job, "train", lambda *_: pytest.fail("something was trained"))
-    assert_refused(job, [*given.split(), "--rule", "haed=f32"], "Rule 'haed' matched no module.")
+    assert_rejected(job, [*given.split(), "--rule", "haed=f32"], "Rule 'haed' matched no module.")

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import policy as mp
-from tests.examples.helpers import assert_refused, assert_reported, shapes_of
+from tests.examples.helpers import assert_rejected, assert_reported, shapes_of
 
 TINY = job.Config(
     stem=8,
@@ -67,7 +67,7 @@ class Malicious:
         ((job.MAGIC,), "is no checkpoint that this"),
     ],
 )
-def test_a_pickle_that_asks_for_code_and_a_damaged_one_are_refused(tmp_path, parts, message):
+def test_a_pickle_that_asks_for_code_and_a_damaged_one_are_rejected(tmp_path, parts, message):
     path = tmp_path / "c.pth"
     path.write_bytes(b"".join(pickle.dumps(part, protocol=2) for part in parts))
     with pytest.raises(ValueError, match=message):
@@ -144,7 +144,7 @@ def test_own_photos_are_classified_reported_and_plotted(tiny_job, tmp_path, caps
     ],
 )
 def test_a_bad_argument_is_one_line(tiny_job, arguments, message):
-    assert_refused(job, arguments, message)
+    assert_rejected(job, arguments, message)
 
 
 # Made once with torch 2.15 in float64: `EfficientNet.from_name("efficientnet-lite0")` of the

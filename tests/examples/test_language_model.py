@@ -13,7 +13,7 @@ import pytest
 
 from policy import use_policy
 from policy.testing import assert_dots_in, assert_no_silent_promotion, assert_reductions_in
-from tests.examples.helpers import assert_refused, assert_reported, in_plain_flax
+from tests.examples.helpers import assert_rejected, assert_reported, in_plain_flax
 
 SMALL = lm.Config(
     vocab_size=12, width=16, layers=2, heads=2, mlp_width=24, length=8, batch_size=3, steps=6
@@ -154,4 +154,4 @@ def test_the_example_trains_samples_reports_and_plots(little_text, tmp_path, cap
     ],
 )
 def test_a_bad_argument_is_one_line_and_nothing_runs(little_text, arguments, message):
-    assert_refused(lm, [*SIZES.split(), "--heads", "4", *arguments.split()], message)
+    assert_rejected(lm, [*SIZES.split(), "--heads", "4", *arguments.split()], message)

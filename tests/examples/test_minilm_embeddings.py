@@ -15,7 +15,7 @@ import minilm_embeddings as job
 from safetensors.numpy import save_file
 
 import policy as mp
-from tests.examples.helpers import assert_refused, assert_reported, shapes_of
+from tests.examples.helpers import assert_rejected, assert_reported, shapes_of
 
 TINY = job.Config(
     vocab_size=12,
@@ -157,7 +157,7 @@ def test_own_sentences_are_embedded_reported_and_plotted(directory, tmp_path, ca
     ],
 )
 def test_a_bad_argument_is_one_line(directory, arguments, message):
-    assert_refused(job, [argument.format(directory) for argument in arguments], message)
+    assert_rejected(job, [argument.format(directory) for argument in arguments], message)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import resnet_fashion_mnist as job
 
 import policy as mp
 from tests.eight_devices import run_tests_on_eight_devices
-from tests.examples.helpers import assert_refused, assert_reported, in_plain_flax
+from tests.examples.helpers import assert_rejected, assert_reported, in_plain_flax
 
 RNG = np.random.default_rng(0)
 TINY = functools.partial(job.ResNet, (1,), job.ResNetBlock, num_filters=4, small_images=True)
@@ -46,7 +46,7 @@ def test_the_files_are_read_as_they_are(folder):
     assert data.train_images[3, 2, 1, 0] == content[16 + 3 * 64 + 2 * 8 + 1]
     assert data.train_labels.dtype == np.int32
     assert data.test_labels.tolist() == [i % 10 for i in range(24)]
-    pixels = data.normalised(data.train_images)
+    pixels = data.normalized(data.train_images)
     assert pixels.dtype == np.float32 and abs(pixels.mean()) < 1e-6 and abs(pixels.std() - 1) < 1e-6
 
 
@@ -63,7 +63,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize(("content", "message"), MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_file_is_refused_by_name_in_one_line(folder, content, message):
+def test_a_malformed_file_is_rejected_by_name_in_one_line(folder, content, message):
     (folder / "train-images-idx3-ubyte.gz").write_bytes(content)
     with pytest.raises(SystemExit, match=re.escape(message)) as stopped:
         job.main(["--data", str(folder)])
@@ -167,4 +167,4 @@ def test_it_trains_reports_plots_and_writes_what_it_measured(folder, tiny, tmp_p
 def test_a_bad_argument_is_one_line(folder, tiny, monkeypatch, arguments, message):
     monkeypatch.delattr(job, "train")  # nothing is run
     given = ["--data", str(folder), "--batch-size", "16", *arguments.split()]
-    assert_refused(job, given, message)
+    assert_rejected(job, given, message)

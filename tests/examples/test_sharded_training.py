@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from tests.eight_devices import ROOT, run_python
-from tests.examples.helpers import assert_refused
+from tests.examples.helpers import assert_rejected
 
 pytest.importorskip("orbax.checkpoint")
 
@@ -226,4 +226,4 @@ def test_params_are_split_by_their_path_and_along_their_largest_axis(path, shape
 )
 def test_what_cannot_be_run_is_one_line_and_starts_nothing(tiny, arguments, message, monkeypatch):
     monkeypatch.setattr(sharded_training, "spawn", lambda *_: pytest.fail("started"))
-    assert_refused(sharded_training, [*tiny, *arguments.split()], message)
+    assert_rejected(sharded_training, [*tiny, *arguments.split()], message)

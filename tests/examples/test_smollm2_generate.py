@@ -11,7 +11,7 @@ from tqdm import tqdm
 from mpmodules import nnx
 from policy import PolicyRules, get_policy
 from policy.quantized import QuantizedArray
-from tests.examples.helpers import assert_refused, assert_reported
+from tests.examples.helpers import assert_rejected, assert_reported
 
 gguf: Any = pytest.importorskip("gguf", reason="needs: pip install gguf tokenizers")
 tokenizers: Any = pytest.importorskip("tokenizers", reason="needs: pip install gguf tokenizers")
@@ -139,7 +139,7 @@ def test_blocks_of_the_file_are_kept_and_generate_the_same_tokens(tiny_file, wei
     assert job.nbytes(nnx.state(model)) == matrices + norms
 
 
-def test_blocks_of_another_type_are_refused_by_name(tiny_file):
+def test_blocks_of_another_type_are_rejected_by_name(tiny_file):
     reader = gguf.GGUFReader(tiny_file)
     tensor = reader.tensors[0]._replace(tensor_type=gguf.GGMLQuantizationType.Q4_K)
     reader.tensors[0] = tensor
@@ -149,7 +149,7 @@ def test_blocks_of_another_type_are_refused_by_name(tiny_file):
 
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("text", ["int8", "nf4:32"])
-def test_a_policy_in_8_or_4_bits_quantises_the_widened_weights(weights, text):
+def test_a_policy_in_8_or_4_bits_quantizes_the_widened_weights(weights, text):
     model, wide = built(weights, f"params={text}"), nnx.state(built(weights))
     bits = {"int8": 8, "nf4:32": 4}[text]
     assert job.nbytes(nnx.state(model)) < job.nbytes(wide) * (bits + 0.6) / 32
@@ -158,7 +158,7 @@ def test_a_policy_in_8_or_4_bits_quantises_the_widened_weights(weights, text):
     np.testing.assert_array_equal(held.codes, own.codes)
 
 
-def test_weights_that_do_not_fit_the_model_are_refused(weights):
+def test_weights_that_do_not_fit_the_model_are_rejected(weights):
     renamed = {"extra" if k == "norm/scale" else k: weight for k, weight in weights.items()}
     with pytest.raises(ValueError, match="The file and the model differ in: extra, norm/scale"):
         built(renamed)
@@ -241,7 +241,7 @@ def test_the_example_compares_policies_and_plots(tiny_file, monkeypatch, tmp_pat
 def test_a_bad_argument_is_one_line(tiny_file, monkeypatch, arguments, message):
     monkeypatch.setattr(job, "find_weights", lambda: tiny_file)
     monkeypatch.setattr(job, "generate", lambda *_: pytest.fail("something ran"))
-    assert_refused(job, arguments, message)
+    assert_rejected(job, arguments, message)
 
 
 @pytest.fixture(scope="module")

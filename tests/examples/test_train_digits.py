@@ -1,10 +1,10 @@
-"""The main job on a handful of images: it trains in both wings, reports and plots."""
+"""The main job on a handful of images: it trains in both APIs, reports and plots."""
 
 import numpy as np
 import pytest
 import train_digits as job
 
-from tests.examples.helpers import assert_refused, assert_reported, few_digits
+from tests.examples.helpers import assert_rejected, assert_reported, few_digits
 
 
 @pytest.fixture
@@ -14,10 +14,10 @@ def few_images(monkeypatch):
 
 
 @pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_the_main_job_trains_reports_and_plots(few_images, wing, tmp_path, capsys):
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_the_main_job_trains_reports_and_plots(few_images, api, tmp_path, capsys):
     path = tmp_path / "curves" / "loss.png"
-    arguments = f"--wing {wing} --policy mixed_float16 --rule head=f32 --epochs 2 --plot {path}"
+    arguments = f"--api {api} --policy mixed_float16 --rule head=f32 --epochs 2 --plot {path}"
     (result,) = job.main(arguments.split())
     assert len(result.losses) == 4 and np.isfinite(result.losses).all()
     assert 0 <= result.accuracy <= 1 and result.skipped == 0
@@ -35,4 +35,4 @@ def test_the_main_job_trains_reports_and_plots(few_images, wing, tmp_path, capsy
     ],
 )
 def test_a_bad_argument_is_one_line(arguments, message):
-    assert_refused(job, arguments, message)
+    assert_rejected(job, arguments, message)

@@ -142,7 +142,7 @@ def test_both_kinds_of_train_steps_learn_and_skip_an_overflow():
     assert policy.loss_scale_of(state).loss_scale == 2.0**14
 
 
-def test_a_module_with_functions_is_refused_where_its_arrays_are_wanted():
+def test_a_module_with_functions_is_rejected_where_its_arrays_are_wanted():
     tx = policy.mixed_precision(optax.sgd(1e-2), "mixed_bfloat16")
     for call in (lambda: tx.init(NET), lambda: policy.value_and_grad(loss_fn)(NET, X, LABELS)):
         with pytest.raises((TypeError, ValueError), match=r"layers.*eqx\.partition\(model"):

@@ -52,7 +52,7 @@ def test_autocast_multiplies_in_half_and_leaves_statistics_and_masks_in_float32(
     (loss, state), grads = jax.jit(jax.value_and_grad(half, has_aux=True))(*given)
     (wanted, wanted_state), wanted_grads = jax.value_and_grad(loss_fn, has_aux=True)(*given)
     assert_near((loss, state), (wanted, wanted_state), error=0.01)
-    # a bias before a normalisation has no gradient but rounding errors
+    # a bias before a normalization has no gradient but rounding errors
     del grads["conv2_d"]["b"], wanted_grads["conv2_d"]["b"]
     assert_near(grads, wanted_grads, error=0.05)
     logits = policy.autocast(NET.apply, "mixed_bfloat16")(*given[:-1], is_training=False)[0]
@@ -117,7 +117,7 @@ def test_a_train_step_learns_and_skips_an_overflow(given: Any):
     assert policy.loss_scale_of(opt_state).loss_scale == 2.0**14
 
 
-def test_a_transformed_function_is_refused_with_the_way_out():
+def test_a_transformed_function_is_rejected_with_the_way_out():
     for tool in (policy.autocast, policy.audit, policy.compare):
         with pytest.raises(TypeError, match="of type TransformedWithState: pass its apply"):
             tool(NET, "mixed_bfloat16")

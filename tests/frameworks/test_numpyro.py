@@ -140,7 +140,7 @@ def test_autocast_runs_where_numpyro_keeps_no_list_of_handlers(monkeypatch: pyte
     assert half(jnp.ones((4, 1)), X).dtype == jnp.float32
 
 
-def test_a_model_with_sites_is_refused_by_autocast():
+def test_a_model_with_sites_is_rejected_by_autocast():
     half = policy.autocast(model_of(net), "mixed_bfloat16")
     svi = svi_of(half, optax.adam(1e-2))
     for run in (lambda: svi.init(jax.random.key(0), X, Y), lambda: sampled(half)):

@@ -1,4 +1,4 @@
-"""Mistakes in modules, in both wings."""
+"""Mistakes in modules, in both apis."""
 
 # Wrong calls are the point.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -97,8 +97,8 @@ def policy_set_in_the_constructor() -> None:
     Late(rngs())
 
 
-def in_wing(layer: Any, kept: Any, port: Any, net: Any, model: Any, other: Any) -> dict[Any, Any]:
-    """Returns the mistakes that both wings know; `other`: a model of the other and its message."""
+def in_api(layer: Any, kept: Any, port: Any, net: Any, model: Any, other: Any) -> dict[Any, Any]:
+    """Returns the mistakes that both APIs know; `other`: a model of the other and its message."""
     cls, instance, name = model
     return {
         TypeError: {
@@ -166,7 +166,7 @@ def xnet(*args: Any, **options: Any) -> Any:
 
 
 LINEN = merged(
-    in_wing(
+    in_api(
         *(dense, linen_kept, nn.apply_policy, Net),
         model=(Plain, Plain, "Plain"),
         other=(xnet, "XNet … nnx.apply_p"),
@@ -174,7 +174,7 @@ LINEN = merged(
     LINEN_ALONE,
 )
 NNX = merged(
-    in_wing(
+    in_api(
         *(linear, nnx_kept, nnx.apply_policy, xnet),
         model=(XNet, xnet, "XNet"),
         other=(Plain, "Plain … linen.apply_p"),

@@ -304,9 +304,9 @@ PARTS_RIGHT = {
 # --------------------------------------------------------------------------------------------------
 
 
-def cast_model(text: str, held: Any, *, wing: Any = nn, rules: Any = None) -> Callable[[], Any]:
+def cast_model(text: str, held: Any, *, api: Any = nn, rules: Any = None) -> Callable[[], Any]:
     """Returns a call under an autocast of a model that carries another policy."""
-    if wing is nnx:
+    if api is nnx:
         return lambda: autocast(lambda m, x: m(x).sum(), text)(XNet(rngs(), dtype_policy=held), X)
 
     def run() -> Any:
@@ -325,7 +325,7 @@ def cast_in_block() -> Any:
 
 
 def loss_of(loss: Callable[[Any], Any], text: str = "bfloat16") -> list[Callable[[], Any]]:
-    """Returns the gradients of a loss of the logits of a model, in both wings."""
+    """Returns the gradients of a loss of the logits of a model, in both apis."""
     model = nn.Dense(4, dtype_policy=text)
 
     def in_linen() -> Any:
@@ -390,7 +390,7 @@ OTHERS = {
         "mixed_float16", TEXT
     ),
     f"XNet obeys 'params=float32,compute=bfloat16 … {WINS}": cast_model(
-        "mixed_float16", TEXT, wing=nnx
+        "mixed_float16", TEXT, api=nnx
     ),
     f"Dense obeys 'params=float32,compute=bfloat16 … in force … {WINS}": cast_in_block,
     "bfloat16 loss … logits.astype(jnp.float32) … policy.losses": loss_of(of_optax),
@@ -399,27 +399,27 @@ OTHERS = {
 }
 OTHERS_RIGHT = {
     **{
-        f"the same compute dtype, {wing.__name__}": cast_model("bfloat16", TEXT, wing=wing)
-        for wing in (nn, nnx)
+        f"the same compute dtype, {api.__name__}": cast_model("bfloat16", TEXT, api=api)
+        for api in (nn, nnx)
     },
     **{
-        f"float32 in half, {wing.__name__}": cast_model(TEXT, "float32", wing=wing)
-        for wing in (nn, nnx)
+        f"float32 in half, {api.__name__}": cast_model(TEXT, "float32", api=api)
+        for api in (nn, nnx)
     },
     "float32 by a rule": cast_model(TEXT, TEXT, rules={"layers_1": "float32"}),
     "another by a rule": cast_model(TEXT, TEXT, rules={"layers_1": "mixed_float16"}),
     "no policy of its own": cast_model(TEXT, None),
-    "no policy of its own in nnx": cast_model(TEXT, None, wing=nnx),
+    "no policy of its own in nnx": cast_model(TEXT, None, api=nnx),
     "set_policy in a gradient": set_in(jax.grad),
     "a field": linen_field,
     **{
-        f"a loss of {name}, {wing}": run
+        f"a loss of {name}, {api}": run
         for name, make in {
             "policy.losses": loss_of(of_ours),
             "float32 logits": loss_of(lambda logits: of_optax(logits.astype(jnp.float32))),
             "mixed_bfloat16": loss_of(of_optax, TEXT),
         }.items()
-        for wing, run in zip(("linen", "nnx"), make, strict=True)
+        for api, run in zip(("linen", "nnx"), make, strict=True)
     },
 }
 ERRORS = {

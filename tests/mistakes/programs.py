@@ -55,7 +55,7 @@ AUTOCAST = {
         "deny … ('tanh',)": lambda: autocast(loss_fn, BF16, deny="tanh"),
         "params … positions or names": lambda: autocast(loss_fn, BF16, params=P),
         "Dense … a path pattern": lambda: autocast(loss_fn, BF16, rules={nn.Dense: "f32"}),
-        "normalises … 'norm' … collection": lambda: autocast(loss_fn, BF16, normalises="norm"),
+        "normalizes … 'norm' … collection": lambda: autocast(loss_fn, BF16, normalizes="norm"),
         "enabled … 'no' … True or False": lambda: autocast(loss_fn, BF16, enabled="no"),
         "full_precision … a function": lambda: full_precision(loss_fn(P)),
     },

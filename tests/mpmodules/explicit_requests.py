@@ -28,7 +28,7 @@ from jax.sharding import AxisType, PartitionSpec
 import policy
 from mpmodules import linen, nnx
 from policy import autocast, full_precision, set_policy, use_policy
-from tests.mpmodules.wings import ONES, Part, Text, dense, layer, layer_norm, weight
+from tests.mpmodules.apis import ONES, Part, Text, dense, layer, layer_norm, weight
 
 Check = Callable[[Any], bool]
 f32, bf16, f16, HIGHEST = jnp.float32, jnp.bfloat16, jnp.float16, lax.Precision.HIGHEST

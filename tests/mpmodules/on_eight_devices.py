@@ -1,4 +1,4 @@
-"""Models of both wings on eight devices, beside one. `test_eight_devices.py` runs this file where
+"""Models of both APIs on eight devices, beside one. `test_eight_devices.py` runs this file where
 there are eight.
 """
 
@@ -321,9 +321,9 @@ def test_a_weight_s_gradient_is_exchanged_in_the_dtype_of_its_matmul(text, grads
     assert [jnp.dtype(one) for one in kernel] == [jnp.dtype(dtype)]
 
 
-def lookup(wing, dtype_policy):
+def lookup(api, dtype_policy):
     """A table of 16 tokens: its params, and a function of them and of tokens."""
-    if wing == "linen":
+    if api == "linen":
         layer = nn.Embed(16, 4, dtype_policy=dtype_policy)
         return layer.init(jax.random.key(0), jnp.arange(16)), layer.apply
     graphdef, params = nnx.split(nnx.Embed(16, 4, rngs=nnx.Rngs(0), dtype_policy=dtype_policy))
@@ -331,12 +331,12 @@ def lookup(wing, dtype_policy):
 
 
 @pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("model")])
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
 @pytest.mark.parametrize("text", ["float64", "float32", POLICY, "bfloat16"])
-def test_microbatches_sum_the_gradient_of_a_table_exactly(wing, text, spec):
+def test_microbatches_sum_the_gradient_of_a_table_exactly(api, text, spec):
     """Of whole numbers, which float32 adds exactly, and which bfloat16 does not above 256."""
     with jax.enable_x64(text == "float64"):
-        params, apply = lookup(wing, text)
+        params, apply = lookup(api, text)
         tokens = np.where(RNG.random((64, 16)) < 0.6, 3, RNG.integers(0, 16, (64, 16)))
         cotangents = RNG.integers(1, 4, (*tokens.shape, 4)).astype(text.replace(POLICY, "float32"))
         expected = np.zeros((16, 4))

@@ -1,4 +1,4 @@
-"""Small models whose own code multiplies, in both wings, written as if policies did not exist."""
+"""Small models whose own code multiplies, in both APIs, written as if policies did not exist."""
 
 from typing import Any
 

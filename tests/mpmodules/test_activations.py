@@ -1,4 +1,4 @@
-"""Softmax and its relatives as the two wings export them, and PReLU."""
+"""Softmax and its relatives as the two APIs export them, and PReLU."""
 
 import inspect
 from typing import Any
@@ -12,7 +12,7 @@ from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import get_policy, reductions, use_policy
 from policy.testing import assert_close_in_ulps
-from tests.mpmodules.wings import BOTH, MIXED, Text, added_up, assert_same_bits, layer
+from tests.mpmodules.apis import BOTH, MIXED, Text, added_up, assert_same_bits, layer
 
 HALVES = (jnp.bfloat16, jnp.float16)
 FUNCTIONS = ("softmax", "log_softmax", "logsumexp", "log_sigmoid", "softplus", "standardize")
@@ -29,9 +29,9 @@ def call(function, name, x):
 @pytest.mark.cases(fast=1, slow=6)
 @BOTH
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_float32_without_a_policy_is_upstreams_bit_for_bit_and_half_that_of_reductions(wing, name):
+def test_float32_without_a_policy_is_upstreams_bit_for_bit_and_half_that_of_reductions(api, name):
     x = normal((5, 33))
-    function, flaxs = getattr(wing.module, name), getattr(wing.flax, name)
+    function, flaxs = getattr(api.module, name), getattr(api.flax, name)
     ours, theirs = call(function, name, x), call(flaxs, name, x)
     assert ours.dtype == theirs.dtype
     np.testing.assert_array_equal(ours, theirs)
@@ -70,9 +70,9 @@ def slope_of(tree: Any) -> jax.Array:
 @pytest.mark.cases(fast=1, slow=5)
 @BOTH
 @pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16", "bfloat16", "float32"))
-def test_prelu_keeps_its_slope_in_param_dtype(wing, policy):
+def test_prelu_keeps_its_slope_in_param_dtype(api, policy):
     policy, x = get_policy(policy), normal((64,))
-    model = wing.ours(PRELU, policy, x)
+    model = api.ours(PRELU, policy, x)
     y, gradient = model(x), slope_of(jax.grad(model.total(x))(model.params))
     slope = slope_of(model.params)
     assert y.dtype == policy.output_dtype

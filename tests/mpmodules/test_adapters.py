@@ -107,11 +107,11 @@ def test_nnx_trains_adapters_alone(stored):
 
 
 @pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("is_rematerialised", [False, True])
+@pytest.mark.parametrize("is_rematerialized", [False, True])
 @pytest.mark.parametrize("is_scanned", [False, True])
-def test_no_kernel_is_widened_for_backward_or_for_all_layers(is_scanned, is_rematerialised):
+def test_no_kernel_is_widened_for_backward_or_for_all_layers(is_scanned, is_rematerialized):
     layers, held = 6, HELD.format("bfloat16")
-    block = nn.remat(Block, prevent_cse=not is_scanned) if is_rematerialised else Block
+    block = nn.remat(Block, prevent_cse=not is_scanned) if is_rematerialized else Block
 
     class Stack(nn.Module):
         @nn.compact

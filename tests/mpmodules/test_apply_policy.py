@@ -17,8 +17,7 @@ from flax import nnx as flax_nnx
 from policy import DtypePolicyWarning, PolicyRules, audit, autocast, compare, get_policy
 from policy.testing import assert_same_program
 from tests.mpmodules import own_code_models as models
-from tests.mpmodules.own_code_models import error
-from tests.mpmodules.wings import (
+from tests.mpmodules.apis import (
     BOTH,
     KEY,
     MIXED,
@@ -31,6 +30,7 @@ from tests.mpmodules.wings import (
     layer_norm,
     weight,
 )
+from tests.mpmodules.own_code_models import error
 from tests.programs import assert_same_operations, boundary_casts, named
 
 F16 = "p=f32,c=f16,o=f32"
@@ -119,9 +119,9 @@ MODELS: dict[str, Any] = {
 @BOTH
 @pytest.mark.parametrize("policy", [MIXED, F16, "p=bf16,c=bf16,o=f32"])
 @pytest.mark.parametrize("name", MODELS)
-def test_matmuls_parameters_and_outputs_obey_and_the_model_is_the_one_boundary(wing, name, policy):
+def test_matmuls_parameters_and_outputs_obey_and_the_model_is_the_one_boundary(api, name, policy):
     (text, x), wanted = MODELS[name], get_policy(policy)
-    model, plain = wing.port(text, policy, None, x), wing.theirs(text, x)
+    model, plain = api.port(text, policy, None, x), api.theirs(text, x)
     assert model.made() == dict.fromkeys(plain.made(), wanted.param_dtype.name)
     assert jax.eval_shape(model.pure, model.params, x).dtype == wanted.output_dtype
     ops = model.operations(x)
@@ -138,14 +138,14 @@ def test_matmuls_parameters_and_outputs_obey_and_the_model_is_the_one_boundary(w
 @pytest.mark.cases(slow=2)
 @BOTH
 @pytest.mark.parametrize("name", ["blocks", "attention", "tied embedding", "shared"])
-def test_under_float32_a_port_gives_the_numbers_of_the_model_and_half_close_gradients(wing, name):
+def test_under_float32_a_port_gives_the_numbers_of_the_model_and_half_close_gradients(api, name):
     text, x = MODELS[name]
-    ours, theirs = wing.port(text, "float32", None, x), wing.theirs(text, x)
+    ours, theirs = api.port(text, "float32", None, x), api.theirs(text, x)
     np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
     if name == "shared":
         gradients = (
             jax.jit(jax.grad(lambda p, m=m: jnp.square(m.pure(p, x)).mean()))(m.params)
-            for m in (wing.port(text, MIXED, None, x), theirs)
+            for m in (api.port(text, MIXED, None, x), theirs)
         )
         for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
             assert a.dtype == jnp.float32
@@ -154,12 +154,12 @@ def test_under_float32_a_port_gives_the_numbers_of_the_model_and_half_close_grad
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_statistics_stay_float32_and_change_and_another_method_is_a_boundary_too(wing):
-    model = wing.port(BLOCKS, MIXED, None, ROWS)
+def test_statistics_stay_float32_and_change_and_another_method_is_a_boundary_too(api):
+    model = api.port(BLOCKS, MIXED, None, ROWS)
     assert model(ROWS, method="features").dtype == jnp.float32
     assert set(model.dots(ROWS, method="features")) == {("bfloat16", "bfloat16")}
     text = Text(lambda self, x: self.norm(self.layer(x)), layer=dense(4, 4), norm=batch_norm(4))
-    model = wing.port(text, "bf16", None, ROWS)
+    model = api.port(text, "bf16", None, ROWS)
     before = jax.tree.leaves(model.state)
     assert model(ROWS).dtype == jnp.bfloat16
     for leaf, old in zip(jax.tree.leaves(model.state), before, strict=True):
@@ -174,10 +174,10 @@ def identity(instance: Any) -> Any:
 
 @pytest.mark.slow
 @BOTH
-def test_a_port_is_of_the_models_class_and_the_model_is_not_touched(wing):
-    plain = wing.theirs(BLOCKS, ROWS)
+def test_a_port_is_of_the_models_class_and_the_model_is_not_touched(api):
+    plain = api.theirs(BLOCKS, ROWS)
     before = identity(plain.instance)
-    port = wing.module.apply_policy(plain.instance, "bf16")
+    port = api.module.apply_policy(plain.instance, "bf16")
     assert isinstance(port, type(plain.instance)) and port is not plain.instance
     assert type(port).__name__ == "Blocks" and port.__call__.__doc__ == convolved.__doc__
     assert identity(plain.instance) == before != identity(port)
@@ -187,11 +187,11 @@ def test_a_port_is_of_the_models_class_and_the_model_is_not_touched(wing):
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_equal_arguments_give_equal_ports_and_a_second_policy_replaces_the_first(wing):
+def test_equal_arguments_give_equal_ports_and_a_second_policy_replaces_the_first(api):
     plain, rules, apply_policy = (
-        wing.theirs(BLOCKS, ROWS),
+        api.theirs(BLOCKS, ROWS),
         {"conv": "f32"},
-        wing.module.apply_policy,
+        api.module.apply_policy,
     )
     port = identity(apply_policy(plain.instance, MIXED, rules))
     assert port == identity(apply_policy(plain.instance, "p=f32,c=bf16,o=f32", rules))
@@ -206,61 +206,61 @@ def test_equal_arguments_give_equal_ports_and_a_second_policy_replaces_the_first
 @BOTH
 @pytest.mark.parametrize("way", ["ours", "port"])
 @pytest.mark.parametrize("copied", ["pickle", "copy", "deepcopy", "clone"])
-def test_copies_keep_the_policy(wing, copied, way):
+def test_copies_keep_the_policy(api, copied, way):
     if way == "port":
         text = Pair(models.Block, lambda: models.NnxBlock(RNGS(0)))
         rules = PolicyRules({"qkv": "f32"})
-        instance = wing.port(text, MIXED, rules, jnp.ones((2, 8, 16))).instance
-    elif wing.name == "linen":
-        instance = wing.module.LayerNorm(epsilon=1e-3, dtype_policy=MIXED)
+        instance = api.port(text, MIXED, rules, jnp.ones((2, 8, 16))).instance
+    elif api.name == "linen":
+        instance = api.module.LayerNorm(epsilon=1e-3, dtype_policy=MIXED)
     else:
-        instance = wing.module.LayerNorm(4, epsilon=1e-3, dtype_policy=MIXED, rngs=RNGS(0))
+        instance = api.module.LayerNorm(4, epsilon=1e-3, dtype_policy=MIXED, rngs=RNGS(0))
     copies = {
         "pickle": lambda: pickle.loads(pickle.dumps(instance)),
         "copy": lambda: copy.copy(instance),
         "deepcopy": lambda: copy.deepcopy(instance),
-        "clone": lambda: flax_nnx.clone(instance) if wing.name == "nnx" else instance.clone(),
+        "clone": lambda: flax_nnx.clone(instance) if api.name == "nnx" else instance.clone(),
     }
     assert identity(copies[copied]()) == identity(instance)
 
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_policies_of_our_own_layers_and_of_ports_inside_hold(wing):
+def test_policies_of_our_own_layers_and_of_ports_inside_hold(api):
     own = Part(
-        lambda self, nn, name: wing.module.Dense(4, dtype_policy="f16"),
-        lambda nnx, rngs: wing.module.Linear(4, 4, dtype_policy="f16", rngs=rngs),
+        lambda self, nn, name: api.module.Dense(4, dtype_policy="f16"),
+        lambda nnx, rngs: api.module.Linear(4, 4, dtype_policy="f16", rngs=rngs),
     )
     holds = Text(lambda self, x: self.theirs(self.own(x)), own=own, theirs=dense(4, 4))
-    dots = wing.port(holds, MIXED, None, ROWS).dots(ROWS)
+    dots = api.port(holds, MIXED, None, ROWS).dots(ROWS)
     assert [name for name, _ in dots] == ["float16", "bfloat16"]
 
-    port = wing.port(BLOCK, F16, None, ROWS).instance
+    port = api.port(BLOCK, F16, None, ROWS).instance
     inner = Part(lambda self, nn, name: port, lambda nnx, rngs: port)
     outer = Text(lambda self, x: self.last(self.inner(x)), inner=inner, last=dense(4, 4))
-    dots = wing.ours(outer, MIXED, ROWS).dots(ROWS)
+    dots = api.ours(outer, MIXED, ROWS).dots(ROWS)
     assert [name for name, _ in dots] == ["float16", "float16", "bfloat16"]
 
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_keep_explicit_keeps_the_dtypes_of_layers(wing):
+def test_keep_explicit_keeps_the_dtypes_of_layers(api):
     inner = Text(lambda self, x: self.layer(x), "Inner", layer=dense(4, 4, dtype=jnp.float16))
     outer = Text(lambda self, x: self.last(self.inner(x)), inner=inner, last=dense(4, 4))
     with pytest.warns(DtypePolicyWarning, match=r"gives all layers .*\(dtype=float16\)"):
-        replaced = wing.port(outer, "bf16", None, ROWS)
+        replaced = api.port(outer, "bf16", None, ROWS)
         assert {name for name, _ in replaced.dots(ROWS)} == {"bfloat16"}
         assert set(replaced.made().values()) == {"bfloat16"}
     with pytest.warns(DtypePolicyWarning, match="has an explicit dtype=float16") as told:
-        kept = wing.port(outer, MIXED, None, ROWS, keep_explicit=True)
+        kept = api.port(outer, MIXED, None, ROWS, keep_explicit=True)
         assert [name for name, _ in kept.dots(ROWS)] == ["float16", "bfloat16"]
     assert len(told) == 1 and "at 'inner/layer'" in str(told[0].message)
 
 
 @BOTH
-def test_a_model_of_ours_is_ported_too(wing):
-    ours = wing.ours(Text(lambda self, x: x @ self.w, w=weight(4, 4)), "f16", ROWS)
-    ours.instance = wing.module.apply_policy(ours.instance, MIXED)
+def test_a_model_of_ours_is_ported_too(api):
+    ours = api.ours(Text(lambda self, x: x @ self.w, w=weight(4, 4)), "f16", ROWS)
+    ours.instance = api.module.apply_policy(ours.instance, MIXED)
     assert ours(ROWS).dtype == jnp.float32 and set(ours.made().values()) <= {"float32", "float16"}
     found = ours.audit(ROWS).operations
     dots = [op.operands for op in found if op.primitive == "dot_general"]
@@ -269,30 +269,30 @@ def test_a_model_of_ours_is_ported_too(wing):
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_rules_by_path_and_by_class_reach_flaxs_layers_and_modules(wing):
-    rules = [("block_1", "p=f16,c=f16,o=bf16"), (wing.flax.BatchNorm, "p=f32,c=bf16,o=bf16")]
-    made = wing.port(BLOCKS, "bf16", rules, ROWS).made()
+def test_rules_by_path_and_by_class_reach_flaxs_layers_and_modules(api):
+    rules = [("block_1", "p=f16,c=f16,o=bf16"), (api.flax.BatchNorm, "p=f32,c=bf16,o=bf16")]
+    made = api.port(BLOCKS, "bf16", rules, ROWS).made()
     expected = {"block_1": "float16", "norm": "float32"}
     assert made == {path: expected.get(path.split("/")[0], "bfloat16") for path in made}
-    made = wing.port(ATTENTION, "bf16", {"attention/query": "p=f16"}, ROWS).made()
+    made = api.port(ATTENTION, "bf16", {"attention/query": "p=f16"}, ROWS).made()
     found = {path for path, dtype in made.items() if dtype == "float16"}
     assert found == {"attention/query/kernel", "attention/query/bias"}
 
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_a_rule_that_matches_nothing_is_an_error_that_lists_the_paths(wing):
-    rules = [("block_2", "f32"), (wing.flax.Embed, "f32"), ("conv", "f32")]
+def test_a_rule_that_matches_nothing_is_an_error_that_lists_the_paths(api):
+    rules = [("block_2", "f32"), (api.flax.Embed, "f32"), ("conv", "f32")]
     text = (
         r"^Rules 'block_2', Embed matched no module\. Modules seen: block_0, block_0/first, .*, "
         r"conv, norm\."
     )
     with pytest.raises(ValueError, match=text):
-        wing.port(BLOCKS, MIXED, rules, ROWS)(ROWS)
+        api.port(BLOCKS, MIXED, rules, ROWS)(ROWS)
     with pytest.raises(ValueError, match=text):
-        wing.port(BLOCKS, MIXED, rules, ROWS).made()
+        api.port(BLOCKS, MIXED, rules, ROWS).made()
     lenient = PolicyRules([("block_2", "f32")], strict=False)
-    assert wing.port(BLOCKS, MIXED, lenient, ROWS)(ROWS).dtype == jnp.float32
+    assert api.port(BLOCKS, MIXED, lenient, ROWS)(ROWS).dtype == jnp.float32
 
 
 IDS = jnp.arange(16).reshape(2, 8)
@@ -324,8 +324,8 @@ def share(model: Any, x: jax.Array = X, **kwargs: Any) -> float:
 @pytest.mark.cases(slow=1)
 @BOTH
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_nothing_is_left_in_float32_and_errors_are_those_of_autocast(wing, policy):
-    half, wide = wing.port(NET, policy, None, IDS), wing.theirs(NET, IDS)
+def test_nothing_is_left_in_float32_and_errors_are_those_of_autocast(api, policy):
+    half, wide = api.port(NET, policy, None, IDS), api.theirs(NET, IDS)
     truth = loss_of(wide, IDS)
     found = half.audit(IDS, backward=True)
     assert found.f32_matmul_share == 0 and not found.findings
@@ -342,19 +342,19 @@ def test_nothing_is_left_in_float32_and_errors_are_those_of_autocast(wing, polic
 
 @pytest.mark.cases(slow=1)
 @BOTH
-def test_compare_names_no_marks(wing):
-    model = wing.port(NET, MIXED, None, IDS)
+def test_compare_names_no_marks(api):
+    model = api.port(NET, MIXED, None, IDS)
     found = compare(lambda params: model.pure(params, IDS), model.params)
     assert found.rows and "policy_" not in str(found)
 
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_own_code_runs_under_autocast_unless_it_is_kept_and_nothing_warns(wing):
+def test_own_code_runs_under_autocast_unless_it_is_kept_and_nothing_warns(api):
     with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
         warnings.simplefilter("error")
         shares = {
-            name: share(wing.port(PROJECTION, MIXED, None, X, own_code=name))
+            name: share(api.port(PROJECTION, MIXED, None, X, own_code=name))
             for name in (None, "autocast", "keep")
         }
     assert shares == {None: 0, "autocast": 0, "keep": 1}
@@ -362,50 +362,50 @@ def test_own_code_runs_under_autocast_unless_it_is_kept_and_nothing_warns(wing):
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_values_and_options_that_contradict_are_refused(wing):
+def test_values_and_options_that_contradict_are_rejected(api):
     with pytest.raises(
         ValueError, match="own_code should be 'autocast', 'keep' or None, but got 'auto'"
     ):
-        wing.port(LAYERS, MIXED, own_code="auto")
-    refused = "whatever the code names: leave out keep_explicit=True, or pass own_code='keep'"
-    with pytest.raises(ValueError, match=refused):
-        wing.port(LAYERS, MIXED, own_code="autocast", keep_explicit=True)
+        api.port(LAYERS, MIXED, own_code="auto")
+    rejected = "whatever the code names: leave out keep_explicit=True, or pass own_code='keep'"
+    with pytest.raises(ValueError, match=rejected):
+        api.port(LAYERS, MIXED, own_code="autocast", keep_explicit=True)
 
 
 @pytest.mark.slow
 @BOTH
-def test_a_model_whose_layers_multiply_is_the_program_that_it_was(wing):
-    ours, kept = (wing.port(LAYERS, MIXED, None, X, own_code=own) for own in (None, "keep"))
+def test_a_model_whose_layers_multiply_is_the_program_that_it_was(api):
+    ours, kept = (api.port(LAYERS, MIXED, None, X, own_code=own) for own in (None, "keep"))
     assert_same_operations(ours.pure, kept.pure, ours.params, X, others=(kept.params, X))
-    ours, kept = (wing.port(NET, "float32", None, IDS, own_code=own) for own in (None, "keep"))
+    ours, kept = (api.port(NET, "float32", None, IDS, own_code=own) for own in (None, "keep"))
     assert_same_program(ours.pure, kept.pure, (ours.params, IDS))
 
 
 @pytest.mark.cases(slow=1)
 @BOTH
-def test_rules_hold_for_own_code_and_for_layers_and_another_method_runs_under_autocast_too(wing):
-    model = wing.port(NET, MIXED, {"block/qkv": "float32", "head": "float32"}, IDS)
+def test_rules_hold_for_own_code_and_for_layers_and_another_method_runs_under_autocast_too(api):
+    model = api.port(NET, MIXED, {"block/qkv": "float32", "head": "float32"}, IDS)
     found = model.audit(IDS, backward=True).operations
     dots = [op for op in found if op.primitive == "dot_general"]
     assert {op.path for op in dots if "float32" in op.operands} == {"block/qkv", "head"}
-    assert share(wing.port(NET, MIXED, None, IDS), X, method="hidden") == 0
+    assert share(api.port(NET, MIXED, None, IDS), X, method="hidden") == 0
 
 
 @pytest.mark.cases(slow=1)
 @BOTH
-def test_half_and_float64_parameters_and_inputs_are_taken_as_they_come(wing):
-    model = wing.port(NET, "bfloat16", None, IDS)
+def test_half_and_float64_parameters_and_inputs_are_taken_as_they_come(api):
+    model = api.port(NET, "bfloat16", None, IDS)
     gradients = jax.eval_shape(jax.grad(model.total(IDS)), model.params)
     for tree in (model.params, gradients):
         assert {leaf.dtype.name for leaf in jax.tree.leaves(tree)} == {"bfloat16"}
     assert set(model.made().values()) == {"bfloat16"}
     assert jax.eval_shape(model.pure, model.params, IDS).dtype == jnp.bfloat16
     assert share(model, IDS) == 0
-    block = wing.port(ATTENDS, MIXED, None, X)
+    block = api.port(ATTENDS, MIXED, None, X)
     (out, *_) = jax.tree.leaves(jax.eval_shape(block.pure, block.params, X.astype(jnp.bfloat16)))
     assert out.dtype == jnp.float32
     with jax.enable_x64(True):
-        model = wing.port(PROJECTION, MIXED, None, X)
+        model = api.port(PROJECTION, MIXED, None, X)
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), model.params)
         found = audit(model.pure, wide, X.astype(jnp.float64))
     dots = [op for op in found.operations if op.primitive == "dot_general"]
@@ -478,8 +478,8 @@ LOOPS = {
 @pytest.mark.cases(slow=1)
 @BOTH
 @pytest.mark.parametrize("name", LOOPS)
-def test_loops_over_a_cell(wing, name):
-    half, wide = wing.port(LOOPS[name], MIXED, None, X), wing.theirs(LOOPS[name], X)
+def test_loops_over_a_cell(api, name):
+    half, wide = api.port(LOOPS[name], MIXED, None, X), api.theirs(LOOPS[name], X)
     with jax.numpy_dtype_promotion("standard"):  # Flax's GRU
         assert share(half) == 0
         out, truth = (jax.jit(model.pure)(model.params, X) for model in (half, wide))
@@ -490,9 +490,9 @@ def test_loops_over_a_cell(wing, name):
 @BOTH
 @pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
 @pytest.mark.parametrize("first", [X[..., :3], X[:0]], ids=["fails", "empty"])
-def test_a_call_that_fails_or_is_empty_decides_nothing_for_others(wing, first):
+def test_a_call_that_fails_or_is_empty_decides_nothing_for_others(api, first):
     own = Text(lambda self, x: self.layer(x) @ self.w, layer=dense(16, 16), w=weight(16, 16))
-    model = wing.port(own, MIXED, None, X)
+    model = api.port(own, MIXED, None, X)
     if first.size:
         with pytest.raises(Exception, match=r"shape|incompatible|contracting"):
             model(first)

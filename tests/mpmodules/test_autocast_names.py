@@ -11,7 +11,7 @@ import pytest
 
 from policy.autocasting.transform import autocast
 from policy.programs.reading.walk import walk
-from tests.mpmodules.wings import BOTH, ONES, WINGS, Pair, Text, dense, layer, layer_norm, weight
+from tests.mpmodules.apis import APIS, BOTH, ONES, Pair, Text, dense, layer, layer_norm, weight
 
 NEUTRAL = ("a", "b", "c", "d")
 OF_NORMS = ("bn", "diagnorm", "ln_f", "norm1")
@@ -32,11 +32,11 @@ def evaluates(running: bool) -> Any:
     )
 
 
-def by_hand(normalises: bool) -> Text:
-    """A module that scales and shifts, and normalises before that if it is to."""
+def by_hand(normalizes: bool) -> Text:
+    """A module that scales and shifts, and normalizes before that if it is to."""
 
     def call(self: Any, x: jax.Array) -> jax.Array:
-        if normalises:
+        if normalizes:
             roots = jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
             x = (x - x.mean(-1, keepdims=True)) * roots
         return x * self.scale + self.shift
@@ -95,8 +95,8 @@ def assert_renaming_changes_nothing(kind: str, x: jax.Array, *models: Any) -> No
 @BOTH
 @KINDS
 @pytest.mark.parametrize("model", MODELS)
-def test_renaming_every_module_changes_nothing(wing, model, kind):
-    models = (wing.theirs(text(model, names), X) for names in (NEUTRAL, OF_NORMS))
+def test_renaming_every_module_changes_nothing(api, model, kind):
+    models = (api.theirs(text(model, names), X) for names in (NEUTRAL, OF_NORMS))
     assert_renaming_changes_nothing(kind, X, *models)
 
 
@@ -122,4 +122,4 @@ class Scanned(nn.Module):
 @KINDS
 def test_renaming_scanned_modules_changes_nothing(kind):
     pairs = (Pair(lambda n=n: Scanned(n), int) for n in (NEUTRAL, OF_NORMS))
-    assert_renaming_changes_nothing(kind, X, *(WINGS["linen"].theirs(pair, X) for pair in pairs))
+    assert_renaming_changes_nothing(kind, X, *(APIS["linen"].theirs(pair, X) for pair in pairs))

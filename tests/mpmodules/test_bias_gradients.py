@@ -19,7 +19,7 @@ from tests.mpmodules.table.running import OURS, THEIRS, program
 from tests.programs import frozen_biases, named, operations
 
 KEY = jax.random.key(0)
-EACH_WING = pytest.mark.parametrize("wing", OURS)
+EACH_API = pytest.mark.parametrize("api", OURS)
 
 ROWS, GRID = np.ones((3, 5, 4), np.float32), np.ones((2, 6, 6, 4), np.float32)
 MATMULS = "Dense DenseGeneral Linear LinearGeneral Einsum Conv ConvLocal ConvTranspose LoRALinear"
@@ -32,12 +32,12 @@ CASES += [
     ("nnx", layer("Conv", "of one image", 4, 6, (3, 3), inputs=(GRID[0],))),
     ("linen", layer("Conv", "of batches", 6, (3, 3), inputs=(GRID[None],))),
 ]
-EACH_LAYER = pytest.mark.parametrize(("wing", "case"), CASES, ids=[f"{w}-{c}" for w, c in CASES])
+EACH_LAYER = pytest.mark.parametrize(("api", "case"), CASES, ids=[f"{w}-{c}" for w, c in CASES])
 
 
-def pure(wing: str, case: Case, layers: Any, **options: Any) -> tuple[Callable, Any]:
+def pure(api: str, case: Case, layers: Any, **options: Any) -> tuple[Callable, Any]:
     """Returns a layer as a function of its parameters and input, and its parameters."""
-    run = program(wing, case, layers[wing], **options)
+    run = program(api, case, layers[api], **options)
     params, rest = jax.jit(run.init)(KEY)
     return lambda params, x: run.apply(params, rest, (x,))[0], params
 
@@ -52,15 +52,15 @@ def gradient(run: Callable, params: Any, x: jax.Array, weights: jax.Array) -> di
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("text", ("mixed_bfloat16", "mixed_float16", "bfloat16"))
 @EACH_LAYER
-def test_a_bias_gradient_is_summed_in_float32(wing, case, text):
+def test_a_bias_gradient_is_summed_in_float32(api, case, text):
     policy, x = get_policy(text), jax.random.normal(KEY, case.inputs[0].shape)
-    exact, params = pure(wing, case, THEIRS)
+    exact, params = pure(api, case, THEIRS)
     weights = 1 + jax.random.uniform(KEY, exact(params, x).shape)
     # the cotangent that arrives is half
     rounded = weights.astype(policy.compute_dtype).astype(jnp.float32)
     expected = gradient(exact, params, x, rounded)["bias"]
     with use_policy(policy):
-        run, params = pure(wing, case, OURS)
+        run, params = pure(api, case, OURS)
         found = gradient(run, params, x, weights)["bias"]
         ops = operations(lambda p: gradient(run, p, x, weights), params)
     assert found.dtype == policy.param_dtype
@@ -75,11 +75,11 @@ NARROW = {"linen": layer("Dense", "", 1), "nnx": layer("Linear", "", 4, 1)}
 
 
 @pytest.mark.cases(slow=1)
-@EACH_WING
-def test_upstreams_bias_gradient_is_rounded_to_half(wing):
+@EACH_API
+def test_upstreams_bias_gradient_is_rounded_to_half(api):
     x, weights, half = jnp.zeros((4097, 4)), jnp.ones((4097, 1)), jnp.bfloat16
     theirs, ours = (
-        gradient(*pure(wing, NARROW[wing], layers, dtype=half), x, weights)
+        gradient(*pure(api, NARROW[api], layers, dtype=half), x, weights)
         for layers in (THEIRS, OURS)
     )
     if float(theirs["bias"][0]) == 4097:
@@ -88,21 +88,21 @@ def test_upstreams_bias_gradient_is_rounded_to_half(wing):
 
 
 @pytest.mark.slow
-@EACH_WING
-def test_a_bias_gradient_beyond_float16_is_finite(wing):
+@EACH_API
+def test_a_bias_gradient_beyond_float16_is_finite(api):
     x, weights = jnp.zeros((70000, 4)), jnp.ones((70000, 1))
-    run, params = pure(wing, NARROW[wing], OURS, dtype_policy="p=f32,c=f16,o=f16")
+    run, params = pure(api, NARROW[api], OURS, dtype_policy="p=f32,c=f16,o=f16")
     assert float(gradient(run, params, x, weights)["bias"][0]) == 70000
 
 
 @pytest.mark.cases(fast=1, slow=4)
 @EACH_LAYER
-def test_but_for_biases_an_explicit_half_dtype_gives_upstreams_program(wing, case):
+def test_but_for_biases_an_explicit_half_dtype_gives_upstreams_program(api, case):
     half = {"dtype": jnp.bfloat16}
     half |= {"lora_dtype": jnp.bfloat16} if case.layer == "LoRALinear" else {}
 
     def text(layers: Any) -> str:
-        run, params = pure(wing, case, layers, **half)
+        run, params = pure(api, case, layers, **half)
         loss = lambda p, x: jnp.square(run(frozen_biases(p), x).astype(jnp.float32)).sum()  # noqa: E731
         both = lambda p, x: (run(p, x), jax.grad(loss, (0, 1))(p, x))  # noqa: E731
         return jax.jit(both).lower(params, jnp.asarray(case.inputs[0], jnp.bfloat16)).as_text()
@@ -200,13 +200,13 @@ def row(h: Any, token: Any, shift: Any, scale: Any) -> Any:
 
 
 @pytest.mark.parametrize("transform", (jax.vmap, lambda f: jax.jit(jax.vmap(jax.jit(f)))))
-@EACH_WING
-def test_a_mapped_model_sums_gradients_in_float32(wing, transform):
+@EACH_API
+def test_a_mapped_model_sums_gradients_in_float32(api, transform):
     """Each is a number of rows that bfloat16 can't count to."""
     rows = 4097
     x = jnp.zeros((rows, 1, 1))
     with use_policy("mixed_bfloat16"):
-        if wing == "linen":
+        if api == "linen":
             params = LinenRow().init(KEY, x[0])["params"]
             apply = lambda params, x: LinenRow().apply({"params": params}, x)  # noqa: E731
         else:

@@ -15,10 +15,10 @@ import pytest
 
 from mpmodules import linen, nnx
 from policy import current_policy, get_policy, use_policy
+from tests.mpmodules.apis import BOTH, MIXED, Model, Text, X, dense, layer, layer_norm, under
 from tests.mpmodules.table import options as table_options
 from tests.mpmodules.table.cases import CASES
 from tests.mpmodules.table.running import program
-from tests.mpmodules.wings import BOTH, MIXED, Model, Text, X, dense, layer, layer_norm, under
 from tests.programs import Operation, boundary_casts, named, operations
 
 OWN_CODE = pytest.mark.parametrize("own_code", ["autocast", "keep"])
@@ -62,10 +62,10 @@ def computed(model: Model) -> list[str]:
 @pytest.mark.cases(slow=3)
 @BOTH
 @pytest.mark.parametrize("given", ["argument", "scope"])
-def test_a_policy_gives_half_between_layers_and_float32_logits(wing, given):
+def test_a_policy_gives_half_between_layers_and_float32_logits(api, given):
     is_own = given == "argument"
     with contextlib.nullcontext() if is_own else use_policy(MIXED):
-        model = wing.ours(net(), MIXED if is_own else None)
+        model = api.ours(net(), MIXED if is_own else None)
         assert model(X).dtype == jnp.float32
         assert computed(model) == ["bfloat16"] * 6
         assert casts_of(model) == ONE_BOUNDARY
@@ -74,15 +74,15 @@ def test_a_policy_gives_half_between_layers_and_float32_logits(wing, given):
 @pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("inner", [None, "mixed_bfloat16", "f32", "bf16", "p=f32,c=f32,o=bf16"])
-def test_a_users_code_sees_float32_everywhere(wing, inner):
+def test_a_users_code_sees_float32_everywhere(api, inner):
     seen: list[str] = []
 
     def note(x):
         seen.append(x.dtype.name)
         return x
 
-    model = wing.ours(net(inner, note), MIXED)
-    seen.clear()  # of the initialisation
+    model = api.ours(net(inner, note), MIXED)
+    seen.clear()  # of the initialization
     for x in (X, X.astype(jnp.bfloat16)):
         assert model(x).dtype == jnp.float32
     assert len(seen) >= 18 and set(seen) == {"float32"}
@@ -90,25 +90,25 @@ def test_a_users_code_sees_float32_everywhere(wing, inner):
 
 @BOTH
 @pytest.mark.parametrize("inner", ["f32", "p=f32,c=f32,o=bf16"])
-def test_a_submodule_with_its_own_policy_runs_in_it_and_the_code_around_in_its_own(wing, inner):
-    model = wing.ours(net(inner), MIXED)
+def test_a_submodule_with_its_own_policy_runs_in_it_and_the_code_around_in_its_own(api, inner):
+    model = api.ours(net(inner), MIXED)
     assert jax.eval_shape(model.pure, model.params, X).dtype == jnp.float32
     half, wide = ["bfloat16"] * 2, ["float32"] * 2
     assert computed(model) == [*half, *wide, *half]
 
 
 @BOTH
-def test_a_submodule_given_the_same_policy_is_no_boundary(wing):
-    model = wing.ours(net(MIXED), MIXED)
+def test_a_submodule_given_the_same_policy_is_no_boundary(api):
+    model = api.ours(net(MIXED), MIXED)
     assert computed(model) == ["bfloat16"] * 6 and casts_of(model) == ONE_BOUNDARY
-    alike = wing.ours(sequential(jax.nn.relu, dtype_policy=MIXED), MIXED)
+    alike = api.ours(sequential(jax.nn.relu, dtype_policy=MIXED), MIXED)
     assert casts_of(alike) == ONE_BOUNDARY
     found = named(ops_of(alike), "dot_general", "max")
     assert [op.outputs for op in found] == [("bfloat16",)] * 2
 
 
 @BOTH
-def test_the_policy_in_force_in_a_module_is_the_one_that_it_obeys_whatever_is_raised(wing):
+def test_the_policy_in_force_in_a_module_is_the_one_that_it_obeys_whatever_is_raised(api):
     seen: list[Any] = []
 
     def asks(self, x):
@@ -124,7 +124,7 @@ def test_the_policy_in_force_in_a_module_is_the_one_that_it_obeys_whatever_is_ra
         second=under(part, "f16"),
         third=part,
     )
-    model = wing.ours(three, MIXED)
+    model = api.ours(three, MIXED)
     seen.clear()
     model(X)
     assert seen[-3:] == [get_policy(text) for text in (MIXED, "f16", MIXED)]
@@ -155,8 +155,8 @@ ENCODER = Text(lambda self, x: self.encode(x), "Encoder", METHODS, layer=dense(4
 
 @BOTH
 @pytest.mark.parametrize("method", ["__call__", "encode", "twice"])
-def test_a_public_method_is_a_boundary_and_one_that_it_calls_is_none(wing, method):
-    model = wing.ours(ENCODER, MIXED)
+def test_a_public_method_is_a_boundary_and_one_that_it_calls_is_none(api, method):
+    model = api.ours(ENCODER, MIXED)
     assert model(X, method=method).dtype == jnp.float32
     assert casts_of(model, method=method) == ONE_BOUNDARY
     half = named(ops_of(model, method=method), "dot_general", "mul")
@@ -165,8 +165,8 @@ def test_a_public_method_is_a_boundary_and_one_that_it_calls_is_none(wing, metho
 
 @BOTH
 @pytest.mark.parametrize("way", ["ours", "port"])
-def test_private_static_and_class_methods_are_no_boundary_but_layers_obey(wing, way):
-    model = getattr(wing, way)(ENCODER, MIXED)
+def test_private_static_and_class_methods_are_no_boundary_but_layers_obey(api, way):
+    model = getattr(api, way)(ENCODER, MIXED)
     assert casts_of(model, method="_private") == []
     (dot,) = named(ops_of(model, method="_private"), "dot_general")
     assert dot.outputs == ("bfloat16",)
@@ -177,7 +177,7 @@ def test_private_static_and_class_methods_are_no_boundary_but_layers_obey(wing, 
 
 @BOTH
 @pytest.mark.parametrize("way", ["ours", "port"])
-def test_a_super_call_crosses_once(wing, way):
+def test_a_super_call_crosses_once(api, way):
     def derived(base):
         return type("Derived", (base,), {"__call__": lambda self, x: base.__call__(self, x) * 2})
 
@@ -189,7 +189,7 @@ def test_a_super_call_crosses_once(wing, way):
             return derived(super().nnx_class(nnx))
 
     text = Derived(lambda self, x: self.layer(x) * 3, "Base", layer=dense(4, 4))
-    model = getattr(wing, way)(text, MIXED)
+    model = getattr(api, way)(text, MIXED)
     assert casts_of(model) == ONE_BOUNDARY
     assert [op.outputs for op in named(ops_of(model), "mul")] == [("bfloat16",)] * 2
 
@@ -198,7 +198,7 @@ def test_a_super_call_crosses_once(wing, way):
 @BOTH
 @OWN_CODE
 @pytest.mark.parametrize("how", ["position", "name", "variadic"])
-def test_named_inputs_come_as_they_are(wing, how, own_code):
+def test_named_inputs_come_as_they_are(api, how, own_code):
     notes: list[Any] = []
 
     def call(self, x, t, *rest, scale=None):
@@ -209,7 +209,7 @@ def test_named_inputs_come_as_they_are(wing, how, own_code):
     diffusion = Text(call, "Diffusion", attributes, layer=dense(4, 4))
     t = jnp.float32([999.0, 1001.0])
     with jax.numpy_dtype_promotion("standard"):
-        model = wing.ours(diffusion, MIXED, X, t)
+        model = api.ours(diffusion, MIXED, X, t)
     x = X.astype(jnp.bfloat16)
     given = {"position": (x, t), "name": (x,), "variadic": (x, t, t, t)}[how]
     out, kept = model(*given, **({"t": t} if how == "name" else {}), scale=X)
@@ -231,14 +231,14 @@ def test_named_inputs_come_as_they_are(wing, how, own_code):
     ],
 )
 def test_timesteps_stay_apart_unless_a_class_keeps_its_code_and_casts_inputs(
-    wing, own_code, policy, apart, derives
+    api, own_code, policy, apart, derives
 ):
     embedding = Text(
         lambda self, t: (t[0] - t[1]).astype(jnp.float32),
         attributes={"own_code": own_code} | ({"keep_inputs": ("t",)} if derives else {}),
     )
     t = jnp.float32([999.0, 1001.0])
-    model = wing.ours(embedding, policy, t)
+    model = api.ours(embedding, policy, t)
     for run in (model.pure, jax.jit(model.pure)):
         assert run(model.params, t) == (-2 if derives else apart)
 
@@ -246,7 +246,7 @@ def test_timesteps_stay_apart_unless_a_class_keeps_its_code_and_casts_inputs(
 @pytest.mark.cases(fast=1)
 @BOTH
 @OWN_CODE
-def test_trees_of_arguments_and_results_are_cast_and_everything_else_passes(wing, own_code):
+def test_trees_of_arguments_and_results_are_cast_and_everything_else_passes(api, own_code):
     seen: dict[str, Any] = {}
 
     def call(self, x, *more, key, flag, **options):
@@ -257,10 +257,10 @@ def test_trees_of_arguments_and_results_are_cast_and_everything_else_passes(wing
     key = jax.random.key(0)
     tree = {"a": X, "n": jnp.arange(3), "c": jnp.ones(2, jnp.complex64), "b": jnp.ones(3, bool)}
     text = Text(call, attributes={"own_code": own_code})
-    if wing.name == "linen":
-        instance = text.linen_class(wing.module)(dtype_policy="bf16").bind({})
+    if api.name == "linen":
+        instance = text.linen_class(api.module)(dtype_policy="bf16").bind({})
     else:
-        instance = text.nnx_class(wing.module)(dtype_policy="bf16", rngs=wing.module.Rngs(0))
+        instance = text.nnx_class(api.module)(dtype_policy="bf16", rngs=api.module.Rngs(0))
     out: Any = instance(tree, X, 1.5, None, key=key, flag=True, extra=[X])
     dtypes = {"bfloat16" if own_code == "keep" else "float32"}
     assert seen == {"dtypes": dtypes, "more": (1.5, None), "flag": True}
@@ -273,35 +273,35 @@ def test_trees_of_arguments_and_results_are_cast_and_everything_else_passes(wing
 
 @BOTH
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_numpy_inputs_are_arrays_of_float32(wing, dtype):
+def test_numpy_inputs_are_arrays_of_float32(api, dtype):
     seen: list[str] = []
-    model = wing.ours(Text(lambda self, x: (seen.append(x.dtype.name), x)[1]), "bf16")
+    model = api.ours(Text(lambda self, x: (seen.append(x.dtype.name), x)[1]), "bf16")
     assert model(np.ones((2, 2), dtype)).dtype == jnp.bfloat16 and seen[-1] == "float32"
 
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_nan_stays_in_its_own_row(wing):
+def test_nan_stays_in_its_own_row(api):
     text = Text(lambda self, x: self.layer(self.norm(x)), layer=dense(4, 4), norm=layer_norm(4))
-    out = wing.ours(text, MIXED)(X.at[0, 1].set(jnp.nan))
+    out = api.ours(text, MIXED)(X.at[0, 1].set(jnp.nan))
     assert np.isnan(out[0]).all() and np.isfinite(out[1:]).all()
 
 
 @BOTH
 @pytest.mark.parametrize("policy", [MIXED, "mixed_float16"])
-def test_infinity_passes_through_a_boundary(wing, policy):
+def test_infinity_passes_through_a_boundary(api, policy):
     x = jnp.float32([[jnp.nan, jnp.inf, -jnp.inf, 0]])
-    np.testing.assert_array_equal(wing.ours(Text(lambda self, x: x), policy)(x), x)
+    np.testing.assert_array_equal(api.ours(Text(lambda self, x: x), policy)(x), x)
 
 
-def bare(wing: Any, name: str, policy: Any, **options: Any) -> Any:
+def bare(api: Any, name: str, policy: Any, **options: Any) -> Any:
     """Returns a root layer, built and called under a policy, as a function of its input."""
     with use_policy(policy):
-        if wing.name == "nnx":
+        if api.name == "nnx":
             sizes = {"Linear": (4, 4), "LayerNorm": (4,)}[name]
-            return getattr(wing.module, name)(*sizes, rngs=wing.module.Rngs(0), **options)
+            return getattr(api.module, name)(*sizes, rngs=api.module.Rngs(0), **options)
         sizes = {"Linear": (4,), "LayerNorm": ()}[name]
-        made = getattr(wing.module, name.replace("Linear", "Dense"))(*sizes, **options)
+        made = getattr(api.module, name.replace("Linear", "Dense"))(*sizes, **options)
         variables = made.init(jax.random.key(0), X)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -314,42 +314,42 @@ def bare(wing: Any, name: str, policy: Any, **options: Any) -> Any:
 @pytest.mark.cases(slow=3)
 @BOTH
 @pytest.mark.parametrize("name", ["Linear", "LayerNorm"])
-def test_a_bare_layer_returns_compute_dtype_casts_nothing_back_and_takes_integers(wing, name):
-    run = bare(wing, name, MIXED)
+def test_a_bare_layer_returns_compute_dtype_casts_nothing_back_and_takes_integers(api, name):
+    run = bare(api, name, MIXED)
     assert boundary_casts(operations(run, X)) == []
     argument = "x" if name == "LayerNorm" else "inputs"
     for out in (run(X), run(X[0]), run(**{argument: X}), run(jnp.ones((2, 4), int))):
         assert out.dtype == jnp.bfloat16
-    assert bare(wing, name, None, dtype_policy=MIXED)(X).dtype == jnp.float32
+    assert bare(api, name, None, dtype_policy=MIXED)(X).dtype == jnp.float32
     with pytest.raises(TypeError, match=rf"missing (1|a) required .*argument: '{argument}'"):
         run()
 
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_a_function_between_layers_is_own_code(wing):
+def test_a_function_between_layers_is_own_code(api):
     seen: list[str] = []
 
     def function(x):
         seen.append(x.dtype.name)
         return x * 2
 
-    model = wing.ours(sequential(function), MIXED)
+    model = api.ours(sequential(function), MIXED)
     assert [op.outputs for op in named(ops_of(model), "mul")] == [("bfloat16",)]
     assert set(seen) == {"float32"}
 
 
 @pytest.mark.slow
 @BOTH
-def test_with_x64_float64_is_a_policy_like_any_other_and_reductions_follow_theirs(wing):
+def test_with_x64_float64_is_a_policy_like_any_other_and_reductions_follow_theirs(api):
     with jax.enable_x64(True):
         x = np.asarray(1e5 + np.random.default_rng(0).normal(size=(8, 4)), np.float64)
-        assert bare(wing, "Linear", None, dtype_policy="float64")(x).dtype == jnp.float64
-        assert bare(wing, "Linear", None, dtype_policy=MIXED)(x).dtype == jnp.float32
-        ported = wing.port(sequential(jax.nn.relu), "float64")
+        assert bare(api, "Linear", None, dtype_policy="float64")(x).dtype == jnp.float64
+        assert bare(api, "Linear", None, dtype_policy=MIXED)(x).dtype == jnp.float32
+        ported = api.port(sequential(jax.nn.relu), "float64")
         assert ported(x).dtype == jnp.float64
         x = x.astype(np.float32)
-        out = bare(wing, "LayerNorm", "p=f32,c=f32,o=f32,reduction=f64")(x)
+        out = bare(api, "LayerNorm", "p=f32,c=f32,o=f32,reduction=f64")(x)
         wide = np.asarray(x, np.float64)
         truth = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-6)
         assert out.dtype == jnp.float32
@@ -359,8 +359,8 @@ def test_with_x64_float64_is_a_policy_like_any_other_and_reductions_follow_their
 MATMULS = ("Dense", "DenseGeneral", "Linear", "LinearGeneral", "Einsum", "Conv", "ConvTranspose")
 OPTIONS = ("", "without bias", "in groups", "circular", "transpose_kernel=True", "mask=array")
 LAYERS = {
-    f"{wing} {case}": (wing, case)
-    for wing, case in (*CASES, *table_options.OPTIONS)
+    f"{api} {case}": (api, case)
+    for api, case in (*CASES, *table_options.OPTIONS)
     if (case.layer in MATMULS and case.setting in OPTIONS) or str(case) == "Embed attend"
 }
 EACH_LAYER = pytest.mark.parametrize("name", LAYERS)

@@ -21,12 +21,12 @@ CACHES = ("int8", "float8", "bfloat16", "float16", "float32")
 
 
 class Decoder:
-    """An attention layer of a wing, its cache, and its steps."""
+    """An attention layer of an API, its cache, and its steps."""
 
-    def __init__(self, wing: str, policy: str, **options: Any):
-        self.wing, self.policy, self.options = wing, get_policy(policy), options
+    def __init__(self, api: str, policy: str, **options: Any):
+        self.api, self.policy, self.options = api, get_policy(policy), options
         with use_policy(self.policy):
-            if wing == "linen":
+            if api == "linen":
                 self.layer: Any = linen.MultiHeadDotProductAttention(
                     HEADS, qkv_features=HEADS * WIDTH, decode=True, **options
                 )
@@ -41,7 +41,7 @@ class Decoder:
 
     def step(self, cache: Any, token: jax.Array, **call: Any) -> tuple[Any, jax.Array]:
         with use_policy(self.policy):
-            if self.wing == "linen":
+            if self.api == "linen":
                 variables = {"params": self.params, "cache": cache}
                 y, after = self.layer.apply(variables, token, mutable=["cache"], **call)
                 return after["cache"], y
@@ -56,7 +56,7 @@ class Decoder:
         return as_dict(after), np.asarray(y[:, :, 0].swapaxes(0, 1), np.float64)
 
     def weights(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        params: Any = flax_nnx.to_pure_dict(self.params) if self.wing == "nnx" else self.params
+        params: Any = flax_nnx.to_pure_dict(self.params) if self.api == "nnx" else self.params
         kernel, bias = (np.asarray(params[name][part], np.float64) for part in ("kernel", "bias"))
         return kernel, bias
 
@@ -90,9 +90,9 @@ def attended(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarra
 
 @pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("dtype", CACHES)
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_decoding_is_attention_to_what_the_cache_holds(wing, dtype):
-    decoder = Decoder(wing, f"p=f32,k={dtype}")
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_decoding_is_attention_to_what_the_cache_holds(api, dtype):
+    decoder = Decoder(api, f"p=f32,k={dtype}")
     cache, y = decoder.run()
     stored = get_policy(f"k={dtype}").cache_dtype
     assert stored is not None and cache["cache_index"] == X.shape[1]
@@ -116,9 +116,9 @@ def test_decoding_is_attention_to_what_the_cache_holds(wing, dtype):
 @pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 @pytest.mark.parametrize("dtype", ["int8", "float8", "float32"])
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_in_half_precision_it_is_as_near_as_its_matmuls(wing, dtype, compute):
-    decoder = Decoder(wing, f"p=f32,c={compute},o=f32,k={dtype}")
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_in_half_precision_it_is_as_near_as_its_matmuls(api, dtype, compute):
+    decoder = Decoder(api, f"p=f32,c={compute},o=f32,k={dtype}")
     cache, y = decoder.run()
     held = (values(cache, "cached_key"), values(cache, "cached_value"))
     expected = decoder.out(attended(decoder.projected("query"), *held))
@@ -127,31 +127,29 @@ def test_in_half_precision_it_is_as_near_as_its_matmuls(wing, dtype, compute):
 
 
 @pytest.mark.cases(fast=1)
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_an_attention_function_of_the_users_gets_widened_arrays(wing):
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_an_attention_function_of_the_users_gets_widened_arrays(api):
     seen = []
 
     def mine(query: Any, key: Any, value: Any, mask: Any = None, **_: Any) -> Any:
         seen.append((key.dtype.name, value.dtype.name))
         return flax_linen.dot_product_attention(query, key, value, mask=mask)
 
-    _, y = Decoder(wing, "p=f32,k=i8", attention_fn=mine).run()
-    bound = functools.partial((linen if wing == "linen" else nnx).dot_product_attention)
-    _, ours = Decoder(wing, "p=f32,k=i8", attention_fn=bound).run()
+    _, y = Decoder(api, "p=f32,k=i8", attention_fn=mine).run()
+    bound = functools.partial((linen if api == "linen" else nnx).dot_product_attention)
+    _, ours = Decoder(api, "p=f32,k=i8", attention_fn=bound).run()
     assert set(seen) == {("float32", "float32")}
     np.testing.assert_allclose(y, ours, atol=2e-5)
 
 
 @pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_masks_sown_weights_and_causality_are_those_of_a_cache_in_compute_dtype(wing):
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_masks_sown_weights_and_causality_are_those_of_a_cache_in_compute_dtype(api):
     mask = jnp.asarray([True, False, True, True, True, True])[None, None, None]
-    plain, coded = (Decoder(wing, f"p=f32{text}") for text in ("", ",k=i8"))
+    plain, coded = (Decoder(api, f"p=f32{text}") for text in ("", ",k=i8"))
     for call in ({"mask": jnp.broadcast_to(mask, (2, 1, 1, 6))}, {}):
         np.testing.assert_allclose(coded.run(**call)[1], plain.run(**call)[1], atol=0.1)
-    if (
-        wing == "nnx"
-    ):  # a query of one position stands at the end: Flax drops all keys but the first
+    if api == "nnx":  # a query of one position stands at the end: Flax drops all keys but the first
         np.testing.assert_array_equal(coded.run(is_causal=True)[1], coded.run()[1])
         layer: Any = flax_nnx.merge(coded.graph, coded.params, coded.cache, copy=True)
         with warnings.catch_warnings():  # newer releases ask for nnx.capture
@@ -285,17 +283,17 @@ def test_a_vmapped_decode_has_an_index_for_each_row():
     assert not after["cached_key"][1, :, :2].any()
 
 
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_a_cache_of_another_policy_is_refused_with_the_way_out(wing):
-    decoder = Decoder(wing, "p=f32,k=i8")
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_cache_of_another_policy_is_rejected_with_the_way_out(api):
+    decoder = Decoder(api, "p=f32,k=i8")
     for other, found in (("p=f32", "float32"), ("p=f32,k=f8", "float8_e4m3fn")):
-        made = Decoder(wing, other)
+        made = Decoder(api, other)
         expected = f"its cache is in {found}, but under '.*cache=int8' it is in int8. Make the"
         with pytest.raises(ValueError, match=expected):
-            decoder.step(made.cache if wing == "linen" else renamed(made, decoder), X[:, :1])
-    plain = Decoder(wing, "p=f32")
+            decoder.step(made.cache if api == "linen" else renamed(made, decoder), X[:, :1])
+    plain = Decoder(api, "p=f32")
     with pytest.raises(ValueError, match=r"its cache is in int8, but under .* it is in float32"):
-        plain.step(decoder.cache if wing == "linen" else renamed(decoder, plain), X[:, :1])
+        plain.step(decoder.cache if api == "linen" else renamed(decoder, plain), X[:, :1])
 
 
 def renamed(made: Decoder, into: Decoder) -> Any:
@@ -307,9 +305,9 @@ def renamed(made: Decoder, into: Decoder) -> Any:
     return state
 
 
-def test_a_query_of_two_positions_is_refused():
-    for wing in ("linen", "nnx"):
-        decoder = Decoder(wing, "p=f32,k=i8")
+def test_a_query_of_two_positions_is_rejected():
+    for api in ("linen", "nnx"):
+        decoder = Decoder(api, "p=f32,k=i8")
         with pytest.raises(ValueError, match=r"expected key shape \(2, 1, 2, 8\) instead got"):
             decoder.step(decoder.cache, X[:, :2])
 

@@ -15,10 +15,10 @@ import pytest
 from mpmodules import linen
 from mpmodules.functions import attention, normalization
 from policy import use_policy
-from tests.mpmodules.wings import (
+from tests.mpmodules.apis import (
+    APIS,
     BOTH,
     MIXED,
-    WINGS,
     Text,
     batch_norm,
     dense,
@@ -56,12 +56,12 @@ def sum_of_squares(y: Any) -> jax.Array:
     return jnp.square(y.astype(jnp.float32)).sum()
 
 
-def train(wing: Any, part: Any, modules: Any, dtype: Any = jnp.float32) -> None:
+def train(api: Any, part: Any, modules: Any, dtype: Any = jnp.float32) -> None:
     """Makes a layer and takes the gradient of a call."""
     x = jnp.asarray(ROWS, dtype)
-    if wing.name == "nnx":
-        made = part.nnx(modules, wing.flax.Rngs(0))
-        wing.flax.grad(lambda layer, x: sum_of_squares(layer(x)), argnums=(0, 1))(made, x)
+    if api.name == "nnx":
+        made = part.nnx(modules, api.flax.Rngs(0))
+        api.flax.grad(lambda layer, x: sum_of_squares(layer(x)), argnums=(0, 1))(made, x)
         return
     made = part.linen(None, modules, "")
     params = made.init(jax.random.key(0), x)
@@ -81,26 +81,26 @@ CASES: dict[str, tuple[str, Any, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_eager_calls_compile_about_as_many_programs_as_flax_s(case):
     name, part, dtype = CASES[case]
-    wing = WINGS[name]
+    api = APIS[name]
     with jax.numpy_dtype_promotion("standard"):  # Flax's promote
-        first, again = programs(lambda: train(wing, part, wing.flax, dtype), None)
-    found, found_again = programs(lambda: train(wing, part, wing.module, dtype), MIXED)
+        first, again = programs(lambda: train(api, part, api.flax, dtype), None)
+    found, found_again = programs(lambda: train(api, part, api.module, dtype), MIXED)
     assert found <= 1.5 * first
     assert found_again <= again  # Flax's loops compile their bodies anew at each call
 
 
 @pytest.mark.slow
 def test_without_a_policy_layers_compile_flax_s_programs_and_alike_ones_share_theirs():
-    wing, norm = WINGS["linen"], layer_norm(4)
+    api, norm = APIS["linen"], layer_norm(4)
     with jax.numpy_dtype_promotion("standard"):
         ours, theirs = (
-            programs(lambda m=m: train(wing, norm, m), None) for m in (wing.module, wing.flax)
+            programs(lambda m=m: train(api, norm, m), None) for m in (api.module, api.flax)
         )
     assert ours == theirs
 
     def lines(count: int) -> None:
         for _ in range(count):
-            train(wing, norm, linen, jnp.bfloat16)
+            train(api, norm, linen, jnp.bfloat16)
 
     one, _ = programs(lambda: lines(1), MIXED)
     assert programs(lambda: lines(4), MIXED) == (one, 0)
@@ -116,7 +116,7 @@ def blocks(count: int) -> Any:
         return x
 
     parts: dict[str, Any] = {f"dense_{i}": dense(4, 4) for i in range(count)}
-    return WINGS["linen"].port(Text(call, **parts), MIXED, None, ROWS)
+    return APIS["linen"].port(Text(call, **parts), MIXED, None, ROWS)
 
 
 @pytest.mark.slow
@@ -132,14 +132,14 @@ def test_own_code_shares_the_programs_of_its_operations():
 @pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("way", ["ours", "port"])
-def test_repeated_calls_and_gradients_of_own_code_are_not_traced_again(wing, way):
+def test_repeated_calls_and_gradients_of_own_code_are_not_traced_again(api, way):
     traced = []
 
     def call(self, x):
         traced.append(x.shape)
         return self.layer(x) @ self.w
 
-    model = getattr(wing, way)(Text(call, layer=dense(4, 4), w=weight(4, 4)), MIXED)
+    model = getattr(api, way)(Text(call, layer=dense(4, 4), w=weight(4, 4)), MIXED)
     traced.clear()
     outs = [model(ROWS * scale) for scale in (1, 2, 1)]
     assert len(traced) == 1
@@ -147,8 +147,8 @@ def test_repeated_calls_and_gradients_of_own_code_are_not_traced_again(wing, way
     model(ROWS[:1])
     assert len(traced) == 2
     for _ in range(3):
-        if wing.name == "nnx":
-            wing.flax.grad(lambda m: m(ROWS).sum())(model.instance)
+        if api.name == "nnx":
+            api.flax.grad(lambda m: m(ROWS).sum())(model.instance)
         else:
             jax.grad(model.total(ROWS))(model.params)
     assert len(traced) <= 4
@@ -175,7 +175,7 @@ def nothing_traced_yet():
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The traces of normalisations, forward and backward."""
+    """The traces of normalizations, forward and backward."""
     found: list[int] = []
     moments = normalization.moments
     monkeypatch.setattr(normalization, "moments", lambda *args: found.append(1) or moments(*args))
@@ -196,11 +196,11 @@ def norms(*epsilons: float) -> Text:
 @BOTH
 @pytest.mark.parametrize("way", ["ours", "port"])
 @pytest.mark.parametrize("epsilons", [(1e-3,) * 5, (1e-3, 1e-3, 2.0)])
-def test_normalisations_that_are_alike_are_traced_once_and_keep_their_numbers(
-    seen, wing, way, epsilons
+def test_normalizations_that_are_alike_are_traced_once_and_keep_their_numbers(
+    seen, api, way, epsilons
 ):
     x = jnp.ones((2, 8))
-    make = wing.ours if way == "ours" else lambda text, policy, x: wing.port(text, policy, None, x)
+    make = api.ours if way == "ours" else lambda text, policy, x: api.port(text, policy, None, x)
     model = make(norms(*epsilons), MIXED, x)
     seen.clear()
     jax.clear_caches()

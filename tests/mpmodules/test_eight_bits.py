@@ -1,4 +1,4 @@
-"""Layers of both wings under a policy with matmuls in 8 bits: programs, results and gradients; and
+"""Layers of both APIs under a policy with matmuls in 8 bits: programs, results and gradients; and
 what audits, assertions, comparisons and summaries say of them.
 """
 
@@ -21,10 +21,10 @@ from jax.sharding import AxisType, PartitionSpec
 
 import policy
 from mpmodules import linen, nnx, use_policy
-from policy.inspect.audit.findings import ACCUMULATOR, DEQUANTISED, UNSCALED
+from policy.inspect.audit.findings import ACCUMULATOR, DEQUANTIZED, UNSCALED
 from policy.testing import assert_dots_in, assert_matmuls_obey
+from tests.mpmodules.apis import APIS, BOTH, Text, dense, layer, layer_norm
 from tests.mpmodules.test_summary import CONSOLE, cells
-from tests.mpmodules.wings import BOTH, WINGS, Text, dense, layer, layer_norm
 from tests.programs import named, operations
 
 pytestmark = [
@@ -155,7 +155,7 @@ def test_a_boundary_hands_on_the_accumulator(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_projects_in_8_bits_and_quantises_its_input_once(name):
+def test_attention_projects_in_8_bits_and_quantizes_its_input_once(name):
     with use_policy("mixed_float8"):
         run, params = loss_of(ATTENTION[name]())
         seen = dots(run, params, X)
@@ -173,17 +173,17 @@ def test_attention_projects_in_8_bits_and_quantises_its_input_once(name):
 @pytest.mark.cases(slow=1)
 @BOTH
 @pytest.mark.parametrize("way", ["autocast", "apply_policy"])
-def test_rules_keep_layers_out_of_code_that_knows_no_policy(wing, way):
-    plain, rules = wing.theirs(NET, X), {"stem|head": KEPT}
+def test_rules_keep_layers_out_of_code_that_knows_no_policy(api, way):
+    plain, rules = api.theirs(NET, X), {"stem|head": KEPT}
     if way == "autocast":
         model, run = plain, policy.autocast(plain.pure, "mixed_int8", params=0, rules=rules)
         whole = policy.autocast(plain.pure, "mixed_int8", params=0)
         assert dots(whole, plain.params, X) == {("int8", "int8"): 7, HALF: 2}
-        if wing.name == "nnx":
+        if api.name == "nnx":
             return  # a state has no names of modules
         assert dots(run, model.params, X) == {("int8", "int8"): 5, HALF: 4}
     else:
-        model = wing.port(NET, "mixed_int8", rules | {wing.flax.Conv: KEPT}, X)
+        model = api.port(NET, "mixed_int8", rules | {api.flax.Conv: KEPT}, X)
         run = model.pure
         assert dots(run, model.params, X) == {("int8", "int8"): 4, HALF: 5}
     gradients = jax.grad(squared(run))(model.params, X)
@@ -196,7 +196,7 @@ def test_rules_keep_layers_out_of_code_that_knows_no_policy(wing, way):
 
 @pytest.mark.slow
 def test_a_gradient_that_autocast_rewrites_multiplies_forward_alone_in_8_bits():
-    plain = WINGS["linen"].theirs(NET, X)
+    plain = APIS["linen"].theirs(NET, X)
     gradient = jax.grad(lambda p: squared(plain.pure)(p, X))
     inside = dots(policy.autocast(gradient, "mixed_int8", params=0), plain.params)
     assert inside["int8", "int8"] == 7
@@ -270,7 +270,7 @@ def nnx_blocks() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [linen_blocks, nnx_blocks])
-def test_scanned_and_rematerialised_layers_multiply_in_8_bits(blocks):
+def test_scanned_and_rematerialized_layers_multiply_in_8_bits(blocks):
     with use_policy("mixed_int8"):
         loss, params = blocks()
         seen, leaves = dots(jax.grad(loss), params), jax.tree.leaves(jax.grad(loss)(params))
@@ -357,12 +357,12 @@ def test_an_audit_finds_nothing_in_our_layers(text, name, place):
 @BOTH
 @pytest.mark.parametrize("text", EIGHT)
 @pytest.mark.parametrize("way", ["autocast", "apply_policy"])
-def test_an_audit_finds_nothing_in_flaxs_layers_under_a_policy(wing, way, text):
+def test_an_audit_finds_nothing_in_flaxs_layers_under_a_policy(api, way, text):
     if way == "autocast":
-        plain = wing.theirs(NET, X)
+        plain = api.theirs(NET, X)
         report = policy.audit(plain.pure, plain.params, X, policy=text, backward=True)
     else:
-        model = wing.port(NET, text, None, X)
+        model = api.port(NET, text, None, X)
         report = policy.audit(model.pure, model.params, X, backward=True)
     assert not report.findings, str(report)
     assert 0.5 < report.eight_bit_matmul_share < 1
@@ -379,8 +379,8 @@ def test_a_policy_is_applied_by_the_scope_where_every_matmul_is_of_int8():
 @pytest.mark.parametrize(
     ("operation", "dtype", "kind"),
     [
-        ("Fp8DotGeneralOp", jnp.bfloat16, DEQUANTISED),
-        ("NANOOFp8DotGeneralOp", jnp.bfloat16, DEQUANTISED),
+        ("Fp8DotGeneralOp", jnp.bfloat16, DEQUANTIZED),
+        ("NANOOFp8DotGeneralOp", jnp.bfloat16, DEQUANTIZED),
         ("Fp8DirectDotGeneralOp", jnp.float16, ACCUMULATOR),
         ("Fp8DirectDotGeneralOp", jnp.bfloat16, None),
     ],
@@ -398,11 +398,11 @@ def test_flaxs_own_operations_in_8_bits_are_told_apart(operation, dtype, kind):
     report = policy.audit(loss, params, others, X, backward=True, params=0)
     found = {(f.kind, f.is_backward) for f in report.findings}
     assert kind is None or {(kind, False), (kind, True)} <= found
-    assert not {kind for kind, _ in found} & ({UNSCALED, DEQUANTISED, ACCUMULATOR} - {kind})
+    assert not {kind for kind, _ in found} & ({UNSCALED, DEQUANTIZED, ACCUMULATOR} - {kind})
 
 
 def test_an_audit_counts_flops_of_matmuls_by_width():
-    model = WINGS["linen"].port(NET, "mixed_int8", {"stem|head": KEPT}, X)
+    model = APIS["linen"].port(NET, "mixed_int8", {"stem|head": KEPT}, X)
     report = policy.audit(model.pure, model.params, X)
     found = [op for op in report.operations if op.kind in ("dot", "convolution")]
     flops = {w: sum(op.flops for op in found if op.operands[0] == w) for w in ("int8", "bfloat16")}
@@ -414,7 +414,7 @@ def test_an_audit_counts_flops_of_matmuls_by_width():
     assert "; matmuls: 8 bits 100%" in str(report) and "i8 i8" in str(report)
     read = json.loads(report.to_json())
     assert read["eight_bit_matmul_share"] == pytest.approx(share)
-    plain = policy.audit(WINGS["linen"].theirs(NET, X).pure, model.params, X)
+    plain = policy.audit(APIS["linen"].theirs(NET, X).pure, model.params, X)
     assert plain.matmul_shares == {"float32": 1.0} and "8 bits" not in str(plain)
 
 
@@ -478,7 +478,7 @@ def test_assert_matmuls_obey_passes_for_our_layers(text, name):
 
 
 def test_assert_matmuls_obey_takes_the_rules_of_a_model():
-    model = WINGS["linen"].port(NET, "mixed_float8", {"stem|head": KEPT}, X)
+    model = APIS["linen"].port(NET, "mixed_float8", {"stem|head": KEPT}, X)
     run, args = model.pure, (model.params, X)
     rules = {"stem": KEPT, "head": KEPT}
     assert_matmuls_obey(run, args, "mixed_float8", rules=rules, backward=True)
@@ -513,7 +513,7 @@ def test_assert_dots_in_counts_8_bit_codes_by_their_short_names():
             assert_dots_in(run, (params, X), "f8", accumulation="f32", backward=True)
 
 
-def test_rules_by_class_and_programs_without_a_matmul_of_a_parameter_are_refused():
+def test_rules_by_class_and_programs_without_a_matmul_of_a_parameter_are_rejected():
     with pytest.raises(ValueError, match=r"one selects the class Dense, which .* Give a pattern"):
         assert_matmuls_obey(jnp.matmul, (X, X), "f32", rules={flax.linen.Dense: "bf16"})
     with pytest.raises(AssertionError, match="no matmul of a parameter: nothing would be"):
@@ -594,7 +594,7 @@ def test_compare_reads_codes_that_code_makes_by_hand():
 
 @pytest.mark.slow
 def test_codes_that_attention_shares_are_of_each_projection_and_no_activation():
-    model = WINGS["linen"].theirs(NET, X)
+    model = APIS["linen"].theirs(NET, X)
     found = policy.compare(model.pure, model.params, X, policy="mixed_int8")
     inputs = [one.path for one in found.codes if one.operand == "input"]
     projections = ["mix/key", "mix/out", "mix/query", "mix/value"]

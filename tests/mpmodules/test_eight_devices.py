@@ -1,4 +1,4 @@
-"""Models of both wings on eight devices."""
+"""Models of both APIs on eight devices."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Each wing's face: everything of Flax's is there; what is ours is documented as Flax's is, and has
+"""Each api's face: everything of Flax's is there; what is ours is documented as Flax's is, and has
 an example that runs.
 """
 
@@ -19,14 +19,12 @@ import pytest
 from mpmodules import linen, nnx
 from mpmodules.functions import attention, functional, fused_attention, normalization, reductions
 from policy import mixed_precision, use_policy
-from tests.mpmodules.wings import BOTH
+from tests.mpmodules.apis import BOTH
 
 
-def changed(wing: Any) -> dict[str, tuple[Any, Any]]:
+def changed(api: Any) -> dict[str, tuple[Any, Any]]:
     """Returns what is not Flax's own, by name: ours and Flax's."""
-    pairs = {
-        name: (getattr(wing.module, name), getattr(wing.flax, name)) for name in dir(wing.flax)
-    }
+    pairs = {name: (getattr(api.module, name), getattr(api.flax, name)) for name in dir(api.flax)}
     return {
         name: (ours, theirs)
         for name, (ours, theirs) in pairs.items()
@@ -34,43 +32,43 @@ def changed(wing: Any) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def layers(wing: Any) -> list[tuple[Any, Any]]:
+def layers(api: Any) -> list[tuple[Any, Any]]:
     """Returns the classes of layers, ours and Flax's."""
     return [
         (ours, theirs)
-        for name, (ours, theirs) in changed(wing).items()
-        if isinstance(theirs, type) and issubclass(theirs, wing.flax.Module) and name != "Module"
+        for name, (ours, theirs) in changed(api).items()
+        if isinstance(theirs, type) and issubclass(theirs, api.flax.Module) and name != "Module"
     ]
 
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_everything_that_flax_exports_is_there_lazy_names_too(wing, monkeypatch):
-    assert not set(dir(wing.flax)) - set(dir(wing.module))
-    monkeypatch.setattr(wing.flax, "of_tomorrow", object(), raising=False)
-    assert wing.module.of_tomorrow is wing.flax.of_tomorrow
+def test_everything_that_flax_exports_is_there_lazy_names_too(api, monkeypatch):
+    assert not set(dir(api.flax)) - set(dir(api.module))
+    monkeypatch.setattr(api.flax, "of_tomorrow", object(), raising=False)
+    assert api.module.of_tomorrow is api.flax.of_tomorrow
     with pytest.raises(AttributeError, match="no_such_layer"):
-        _ = wing.module.no_such_layer
+        _ = api.module.no_such_layer
 
 
 @BOTH
-def test_what_is_not_flaxs_own_is_ours_and_takes_what_flaxs_takes(wing):
-    assert {"LayerNorm", "Module", "tabulate"} <= set(changed(wing))
-    for name, (ours, theirs) in changed(wing).items():
+def test_what_is_not_flaxs_own_is_ours_and_takes_what_flaxs_takes(api):
+    assert {"LayerNorm", "Module", "tabulate"} <= set(changed(api))
+    for name, (ours, theirs) in changed(api).items():
         assert ours.__module__.startswith(("mpmodules.", "policy.")), name
         assert ours.__name__ == theirs.__name__
-        if wing.name == "linen" and not isinstance(theirs, type):
+        if api.name == "linen" and not isinstance(theirs, type):
             parameters = list(inspect.signature(theirs).parameters)
             taken = [p for p in inspect.signature(ours).parameters if p != "policy_columns"]
             assert taken[: len(parameters)] == parameters, name
-    assert len(layers(wing)) > 15
-    for ours, theirs in layers(wing):
-        assert issubclass(ours, theirs) and issubclass(ours, wing.module.Module), ours
+    assert len(layers(api)) > 15
+    for ours, theirs in layers(api):
+        assert issubclass(ours, theirs) and issubclass(ours, api.module.Module), ours
 
 
 @BOTH
-def test_every_layer_has_flaxs_parameters_and_documents_them(wing):
-    for ours, theirs in layers(wing):
+def test_every_layer_has_flaxs_parameters_and_documents_them(api):
+    for ours, theirs in layers(api):
         taken = [name for name in inspect.signature(ours).parameters if name != "dtype_policy"]
         assert ["self", *taken] == list(inspect.signature(theirs.__init__).parameters), ours
         calls = [list(inspect.signature(cls.__call__).parameters) for cls in (ours, theirs)]
@@ -89,31 +87,31 @@ def test_a_docstring_keeps_the_sections_that_follow_the_arguments():
 
 
 @BOTH
-def test_classes_of_users_keep_their_docstrings(wing):
-    class Documented(wing.module.LayerNorm):
+def test_classes_of_users_keep_their_docstrings(api):
+    class Documented(api.module.LayerNorm):
         """Says this."""
 
     assert Documented.__doc__ == "Says this."
 
 
 @BOTH
-def test_a_layer_of_ours_and_its_class_of_flaxs_stand_for_each_other(wing):
-    ours, flaxs = wing.module.LayerNorm, wing.flax.LayerNorm
-    given = {"num_features": 4, "rngs": flax.nnx.Rngs(0)} if wing.name == "nnx" else {}
+def test_a_layer_of_ours_and_its_class_of_flaxs_stand_for_each_other(api):
+    ours, flaxs = api.module.LayerNorm, api.flax.LayerNorm
+    given = {"num_features": 4, "rngs": flax.nnx.Rngs(0)} if api.name == "nnx" else {}
 
-    class Users(wing.module.LayerNorm):
+    class Users(api.module.LayerNorm):
         pass
 
     for layer in (ours(**given), flaxs(**given)):
-        for cls in (ours, flaxs, wing.module.Module, wing.flax.Module):
+        for cls in (ours, flaxs, api.module.Module, api.flax.Module):
             assert isinstance(layer, cls)
-        assert not isinstance(layer, wing.module.Conv) and not isinstance(layer, Users)
+        assert not isinstance(layer, api.module.Conv) and not isinstance(layer, Users)
     assert issubclass(flaxs, ours) and not issubclass(flaxs, Users)
-    assert not isinstance(3, wing.module.Module)
+    assert not isinstance(3, api.module.Module)
 
 
 MODULES = (attention, functional, fused_attention, normalization, reductions)
-WINGS = (linen, nnx)
+APIS = (linen, nnx)
 NAMES: dict[str, Any] = {
     "flax": flax,
     "jax": jax,
@@ -123,25 +121,25 @@ NAMES: dict[str, Any] = {
     "optax": optax,
     "use_policy": use_policy,
 }
-NAMES |= {module.__name__.rpartition(".")[2]: module for module in (*MODULES, *WINGS)}
+NAMES |= {module.__name__.rpartition(".")[2]: module for module in (*MODULES, *APIS)}
 
 
 def own(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
-    """Yields the functions and classes that a module or a wing defines."""
+    """Yields the functions and classes that a module or an API defines."""
     for name, defined in vars(module).items():
         is_definition = inspect.isfunction(defined) or inspect.isclass(defined)
         if name.startswith("_") or not is_definition:
             continue
         place = defined.__module__
-        is_wings = module in WINGS and place.startswith(f"{module.__name__}.")
-        if not is_wings and place != module.__name__:
+        is_apis = module in APIS and place.startswith(f"{module.__name__}.")
+        if not is_apis and place != module.__name__:
             continue
         yield name, defined
 
 
 PUBLIC = [
     pytest.param(defined, id=f"{module.__name__}.{name}")
-    for module in (*MODULES, *WINGS)
+    for module in (*MODULES, *APIS)
     for name, defined in own(module)
 ]
 

@@ -18,7 +18,7 @@ import pytest
 
 from mpmodules import linen, nnx
 from policy import use_policy
-from tests.mpmodules.wings import BOTH
+from tests.mpmodules.apis import BOTH
 from tests.programs import apply, named, operations
 
 KEY = jax.random.key(0)
@@ -72,8 +72,8 @@ def embedding_gradient(*args: Any, **options: Any) -> jax.Array:
 @pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize(("half", "figure"), [("bfloat16", 256), ("float16", 2048)])
-def test_upstreams_embedding_gradient_stops_growing(wing, half, figure):
-    found = float(embedding_gradient(wing.flax, dtype=jnp.dtype(half)))
+def test_upstreams_embedding_gradient_stops_growing(api, half, figure):
+    found = float(embedding_gradient(api.flax, dtype=jnp.dtype(half)))
     repaired(found == SEEN)
     assert found == figure
 
@@ -81,7 +81,7 @@ def test_upstreams_embedding_gradient_stops_growing(wing, half, figure):
 @pytest.mark.cases(fast=1, slow=2)
 @BOTH
 @pytest.mark.parametrize("half", HALVES)
-def test_our_embedding_gradient_counts_every_occurrence(wing, half):
+def test_our_embedding_gradient_counts_every_occurrence(api, half):
     mixed = f"p=f32,c={half},o=f32"
     for scope, options in (
         (mixed, {}),
@@ -90,15 +90,15 @@ def test_our_embedding_gradient_counts_every_occurrence(wing, half):
         (half, {}),
         (None, {"dtype": jnp.dtype(half)}),  # threaded by hand
     ):
-        found = embedding_gradient(wing.module, scope, **options)
+        found = embedding_gradient(api.module, scope, **options)
         stored = jnp.dtype(half if scope == half else "float32")
         assert (found, found.dtype) == (jnp.asarray(SEEN, stored), stored)  # rounded once
 
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_the_lookup_reads_the_stored_table_and_casts_what_it_found(wing):
-    total, params = embedding(wing.module, "mixed_bfloat16")
+def test_the_lookup_reads_the_stored_table_and_casts_what_it_found(api):
+    total, params = embedding(api.module, "mixed_bfloat16")
     (gather,) = named(operations(total, params), "gather")
     assert gather.outputs == ("float32",)
     sums = named(operations(jax.grad(total), params), "scatter-add", "scatter_add")
@@ -149,11 +149,11 @@ def attention_error(attend: Any, path: str, half: Any = "bfloat16", **options: A
 @pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("forced", [False, True])
-def test_upstreams_attention_rounds_its_softmax(wing, forced):
-    if forced and wing.name == "nnx":
+def test_upstreams_attention_rounds_its_softmax(api, forced):
+    if forced and api.name == "nnx":
         pytest.skip("linen's alone")
     options = {"force_fp32_for_softmax": True} if forced else {}
-    attend = standard(wing.flax.dot_product_attention)
+    attend = standard(api.flax.dot_product_attention)
     error = attention_error(attend, "dropout rate, deterministic", **options)
     repaired(error < 0.013)
     assert error > 0.02
@@ -162,25 +162,25 @@ def test_upstreams_attention_rounds_its_softmax(wing, forced):
 @pytest.mark.cases(fast=1, slow=13)
 @BOTH
 @pytest.mark.parametrize("path", PATHS)
-def test_our_attention_keeps_a_float32_softmax_on_every_path(wing, path):
-    if wing.name == "linen" and "causal" in path:
+def test_our_attention_keeps_a_float32_softmax_on_every_path(api, path):
+    if api.name == "linen" and "causal" in path:
         pytest.skip("nnx's alone")
-    assert attention_error(wing.module.dot_product_attention, path) < 0.0125
+    assert attention_error(api.module.dot_product_attention, path) < 0.0125
 
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_our_attention_in_float16_under_jit_is_accurate(wing):
-    attend = jax.jit(wing.module.dot_product_attention)
+def test_our_attention_in_float16_under_jit_is_accurate(api):
+    attend = jax.jit(api.module.dot_product_attention)
     assert attention_error(attend, "plain", "float16") < 0.003
 
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_sown_attention_weights_come_from_the_float32_softmax(wing):
+def test_sown_attention_weights_come_from_the_float32_softmax(api):
     x = jax.random.normal(KEY, (1, 4, 4))
     with use_policy("mixed_bfloat16"):
-        if wing.name == "linen":
+        if api.name == "linen":
             layer = linen.MultiHeadDotProductAttention(2)
             variables = layer.init(KEY, x)
             _, state = apply(layer, variables, x, sow_weights=True, mutable=["intermediates"])

@@ -12,11 +12,11 @@ import pytest
 import policy
 from mpmodules import full_precision, linen, nnx
 from policy import Policy, autocast, get_policy, use_policy
-from tests.mpmodules.wings import (
+from tests.mpmodules.apis import (
+    APIS,
     BOTH,
     MIXED,
     ONES,
-    WINGS,
     NnxModel,
     Part,
     Text,
@@ -24,7 +24,7 @@ from tests.mpmodules.wings import (
     layer_norm,
     weight,
 )
-from tests.mpmodules.wings import layer as part_of
+from tests.mpmodules.apis import layer as part_of
 from tests.programs import named, operations, precisions
 
 X = jnp.ones((2, 4))
@@ -64,8 +64,8 @@ ISLAND = Text(
 
 @pytest.mark.slow
 @BOTH
-def test_layers_parameters_and_accessors_are_float32_inside_and_half_outside(wing):
-    model = wing.ours(ISLAND, MIXED, X)
+def test_layers_parameters_and_accessors_are_float32_inside_and_half_outside(api):
+    model = api.ours(ISLAND, MIXED, X)
     SEEN.clear()
     assert model.dots(X) == [("float32",) * 2] * 4 + [("bfloat16",) * 2]
     inside = ("block", "layer", "half layer", "accessor", "norm", "argument", "function")
@@ -122,7 +122,7 @@ def test_a_jitted_function_is_traced_for_each_side_of_an_island():
 
 
 @pytest.mark.slow
-def test_what_is_no_function_is_refused():
+def test_what_is_no_function_is_rejected():
     with pytest.raises(TypeError, match="full_precision takes a function, but got 3 of type int"):
         full_precision(3)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
@@ -144,7 +144,7 @@ def test_the_policy_is_a_value_with_a_text_form():
 @pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("text", ["f32", "f32_inside", "float32_inside"])
-def test_a_layer_multiplies_in_float32_and_hands_on_half(wing, text):
+def test_a_layer_multiplies_in_float32_and_hands_on_half(api, text):
     seen: list[str] = []
 
     def call(self: Any, x: jax.Array) -> jax.Array:
@@ -153,7 +153,7 @@ def test_a_layer_multiplies_in_float32_and_hands_on_half(wing, text):
         return self.head(x + y.astype(x.dtype))
 
     net = Text(call, inner=dense(4, 4), head=dense(4, 3))
-    model = wing.port(net, MIXED, {"inner": text}, X)
+    model = api.port(net, MIXED, {"inner": text}, X)
     seen.clear()
     assert model.dots(X) == [("float32",) * 2, ("bfloat16",) * 2]
     assert set(seen) == {"float32"} and model(X).dtype == jnp.float32  # as own code is
@@ -251,10 +251,10 @@ def gradients(model: Any) -> set[Any]:
     return precisions(jax.grad(model.total(ROWS)), model.params)
 
 
-def ruled(wing: Any, router: Any, rule: str, policy: str = MIXED) -> set[Any]:
+def ruled(api: Any, router: Any, rule: str, policy: str = MIXED) -> set[Any]:
     """Returns those of a model of ours of which a rule decides for the router, by its path."""
-    if wing.name == "linen":
-        return gradients(wing.scoped(net(router), policy, {"router": rule}, ROWS))
+    if api.name == "linen":
+        return gradients(api.scoped(net(router), policy, {"router": rule}, ROWS))
     instance = net(router).nnx_class(nnx)(rngs=nnx.Rngs(0))
     return gradients(NnxModel(nnx.apply_policy(instance, policy, {"router": rule})))
 
@@ -271,8 +271,8 @@ ARGUMENTS = {
 @explicit
 @BOTH
 @pytest.mark.parametrize("how", ARGUMENTS)
-def test_an_argument_and_an_island(wing, how):
-    assert gradients(wing.ours(net(ARGUMENTS[how]), MIXED, ROWS)) == {HALF, HIGHEST}
+def test_an_argument_and_an_island(api, how):
+    assert gradients(api.ours(net(ARGUMENTS[how]), MIXED, ROWS)) == {HALF, HIGHEST}
 
 
 class Step(linen.Module):
@@ -320,46 +320,46 @@ def test_a_scans_carry_keeps_its_dtype(text):
 @BOTH
 @pytest.mark.parametrize("rule", ["float32", "f32_inside"])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_rule_by_path(wing, layer, rule):
-    assert ruled(wing, LAYERS[layer], rule) == {HALF, HIGHEST}
+def test_a_rule_by_path(api, layer, rule):
+    assert ruled(api, LAYERS[layer], rule) == {HALF, HIGHEST}
 
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_a_rule_by_class(wing):
-    rules = {LinenInner if wing.name == "linen" else NnxInner: "float32"}
-    assert gradients(wing.scoped(net(inner()), MIXED, rules, ROWS)) == {HALF, HIGHEST}
+def test_a_rule_by_class(api):
+    rules = {LinenInner if api.name == "linen" else NnxInner: "float32"}
+    assert gradients(api.scoped(net(inner()), MIXED, rules, ROWS)) == {HALF, HIGHEST}
 
 
 @pytest.mark.cases(fast=1, slow=6)
 @BOTH
 @pytest.mark.parametrize("own_code", [None, "keep"])
 @pytest.mark.parametrize("layer", ["Dense", "own code"])
-def test_a_rule_of_a_port(wing, layer, own_code):
+def test_a_rule_of_a_port(api, layer, own_code):
     text = net(LAYERS[layer])
-    ported = wing.port(text, MIXED, {"router": "float32"}, ROWS, own_code=own_code)
+    ported = api.port(text, MIXED, {"router": "float32"}, ROWS, own_code=own_code)
     assert gradients(ported) == {HALF, HIGHEST}
 
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_a_precision_given_to_a_layer_or_a_policy_wins(wing):
-    assert ruled(wing, dense(8, 8, precision="high"), "float32") == {HALF, HIGH}
-    assert ruled(wing, INNER, "c=f32,o=f32,x=high") == {HALF, HIGH}
-    whole = ruled(wing, INNER, "float32", "c=bf16,o=f32,x=BF16_BF16_F32")
+def test_a_precision_given_to_a_layer_or_a_policy_wins(api):
+    assert ruled(api, dense(8, 8, precision="high"), "float32") == {HALF, HIGH}
+    assert ruled(api, INNER, "c=f32,o=f32,x=high") == {HALF, HIGH}
+    whole = ruled(api, INNER, "float32", "c=bf16,o=f32,x=BF16_BF16_F32")
     assert whole == {("bfloat16", "BF16_BF16_F32"), HIGHEST}
 
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_whole_float32_models_keep_jaxs_default(wing):
+def test_whole_float32_models_keep_jaxs_default(api):
     for text in (None, "float32"):
-        model = wing.ours(net(INNER), text, ROWS)
+        model = api.ours(net(INNER), text, ROWS)
         assert gradients(model) == {FLOAT32}
         with jax.default_matmul_precision("high"):
             assert gradients(model) == {HIGH}
-    assert ruled(wing, INNER, MIXED, "float32") == {FLOAT32, HALF}
-    assert gradients(wing.ours(net(INNER), "c=f32,x=high", ROWS)) == {HIGH}
+    assert ruled(api, INNER, MIXED, "float32") == {FLOAT32, HALF}
+    assert gradients(api.ours(net(INNER), "c=f32,x=high", ROWS)) == {HIGH}
 
 
 @jax.custom_vjp
@@ -387,12 +387,12 @@ def _(primals, tangents):
 @pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("function", [with_vjp, with_jvp])
-def test_derivative_rules_of_own_code_multiply_at_the_highest_precision(wing, function):
+def test_derivative_rules_of_own_code_multiply_at_the_highest_precision(api, function):
     router = Text(lambda self, x: function(x, jnp.asarray(self.w)), "Router", w=weight(8, 8))
-    assert ruled(wing, router, "float32") == {HALF, HIGHEST}
+    assert ruled(api, router, "float32") == {HALF, HIGHEST}
 
 
 def test_a_root_in_float32_by_a_rule_multiplies_at_the_highest_around_half_modules():
-    model = WINGS["linen"].scoped(net(INNER), MIXED, {"Net:": "float32", "router": MIXED}, ROWS)
+    model = APIS["linen"].scoped(net(INNER), MIXED, {"Net:": "float32", "router": MIXED}, ROWS)
     found = gradients(model)
     assert HIGHEST in found and FLOAT32 not in found

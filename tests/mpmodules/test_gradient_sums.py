@@ -1,5 +1,5 @@
 """Sums of gradients over the uses of a parameter: one table for all ways to use it; and
-`grads="accumulator"` of layers, models and ports, in both wings."""
+`grads="accumulator"` of layers, models and ports, in both apis."""
 
 import functools
 from typing import Any
@@ -14,7 +14,7 @@ from jax import lax
 import policy
 from mpmodules import linen, nnx, use_policy
 from mpmodules import linen as nn
-from tests.mpmodules.wings import BOTH, MIXED, NnxModel, Text, dense, layer, weight
+from tests.mpmodules.apis import BOTH, MIXED, NnxModel, Text, dense, layer, weight
 
 # Ones are added to 2048, in which neither half dtype keeps them.
 ONES, LARGE, ROWS = 20, 2048.0, 3000
@@ -317,9 +317,9 @@ ATTENTION = layer(
 )
 
 
-def gradients(wing: Any, model: Any, grads: Any = "accumulator") -> list[Any]:
+def gradients(api: Any, model: Any, grads: Any = "accumulator") -> list[Any]:
     """Returns the gradients of a model: of the parameters of 64 numbers, then of others."""
-    if wing.name == "nnx":
+    if api.name == "nnx":
         step = nnx.grad(lambda instance: weighed(instance(X)), grads=grads)
         found = nnx.jit(step)(model.instance)
     else:
@@ -328,11 +328,11 @@ def gradients(wing: Any, model: Any, grads: Any = "accumulator") -> list[Any]:
     return sorted(jax.tree.leaves(found), key=lambda leaf: -leaf.size)
 
 
-def root_gradients(wing: Any, part: Any, text: str, grads: Any = "accumulator") -> list[Any]:
+def root_gradients(api: Any, part: Any, text: str, grads: Any = "accumulator") -> list[Any]:
     """Returns the gradients of a layer that is called in a scope."""
     with use_policy(text):
-        if wing.name == "nnx":
-            return gradients(wing, NnxModel(part.nnx(nnx, nnx.Rngs(0))), grads)
+        if api.name == "nnx":
+            return gradients(api, NnxModel(part.nnx(nnx, nnx.Rngs(0))), grads)
         instance = part.linen(None, linen, "")
         params = instance.init(jax.random.key(0), X)
         step = policy.grad(lambda params: weighed(instance.apply(params, X)), grads=grads)
@@ -343,16 +343,16 @@ def root_gradients(wing: Any, part: Any, text: str, grads: Any = "accumulator") 
 @BOTH
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("stored", ["f32", "bf16"])
-def test_kernels_get_their_accumulators_in_whatever_they_are_stored(wing, name, stored):
-    kernel, bias = root_gradients(wing, LAYERS[name], f"p={stored},c=bf16")
+def test_kernels_get_their_accumulators_in_whatever_they_are_stored(api, name, stored):
+    kernel, bias = root_gradients(api, LAYERS[name], f"p={stored},c=bf16")
     assert worst(kernel) < 1e-6
     np.testing.assert_allclose(bias, C.astype(np.float64).sum(0), rtol=1e-5)
 
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_they_are_rounded_without_it(wing):
-    assert worst(root_gradients(wing, LAYERS["Dense"], MIXED, "float32")[0]) > 5e-4
+def test_they_are_rounded_without_it(api):
+    assert worst(root_gradients(api, LAYERS["Dense"], MIXED, "float32")[0]) > 5e-4
 
 
 TEXTS: dict[str, Text] = {
@@ -365,15 +365,15 @@ TEXTS: dict[str, Text] = {
 @BOTH
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("way", ["ours", "port", "ours in half"])
-def test_models_and_ports_of_layers_and_of_own_code(wing, text, way):
+def test_models_and_ports_of_layers_and_of_own_code(api, text, way):
     """At a boundary to float32 the forward matmul returns its accumulator too."""
     obeyed = "p=bf16,c=bf16" if way.endswith("half") else MIXED
-    make = wing.ours if way.startswith("ours") else wing.port
+    make = api.ours if way.startswith("ours") else api.port
     model = make(TEXTS[text], obeyed, *([X] if way.startswith("ours") else [None, X]))
-    assert worst(gradients(wing, model)[0]) < 1e-6
+    assert worst(gradients(api, model)[0]) < 1e-6
 
 
-def test_scanned_and_rematerialised_layers():
+def test_scanned_and_rematerialized_layers():
     class Block(linen.Module):
         @linen.compact
         def __call__(self, carry, _):
@@ -402,9 +402,9 @@ def half_exact(x):
 @BOTH
 @pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")  # a CPU emulates 8 bits
 @pytest.mark.parametrize("preset", ["mixed_bfloat16", "mixed_int8", "mixed_float8"])
-def test_attention(wing, preset):
+def test_attention(api, preset):
     wide, rounded = (
-        root_gradients(wing, ATTENTION, preset, grads)[:4] for grads in ("accumulator", "float32")
+        root_gradients(api, ATTENTION, preset, grads)[:4] for grads in ("accumulator", "float32")
     )
     for a, b in zip(wide, rounded, strict=True):
         assert a.size == 64

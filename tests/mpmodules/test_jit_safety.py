@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from policy import use_policy
-from tests.mpmodules.wings import BOTH, MIXED, Text, dense
+from tests.mpmodules.apis import BOTH, MIXED, Text, dense
 
 A, B = "p=f32,c=bf16,o=bf16", "p=f32,c=f16,o=f16"
 ABA = ((A, "bfloat16"), (B, "float16"), (A, "bfloat16"))
@@ -19,18 +19,18 @@ X = jnp.ones((2, 4))
 NET = Text(lambda self, x: self.layer(x), layer=dense(4, 4))
 
 
-def forward(wing: Any) -> Callable[[Any], Any]:
+def forward(api: Any) -> Callable[[Any], Any]:
     """Returns a function that builds what it calls in its scope."""
-    if wing.name == "nnx":
-        return lambda x: NET.nnx_class(wing.module)(rngs=wing.module.Rngs(0))(x)
-    model = NET.linen_class(wing.module)()
+    if api.name == "nnx":
+        return lambda x: NET.nnx_class(api.module)(rngs=api.module.Rngs(0))(x)
+    model = NET.linen_class(api.module)()
     variables = model.init(jax.random.key(0), X)
     return lambda x: model.apply(variables, x)
 
 
 @pytest.mark.slow
 @BOTH
-def test_ports_by_different_policies_are_traced_apart_by_flaxs_jit(wing):
+def test_ports_by_different_policies_are_traced_apart_by_flaxs_jit(api):
     """Flax's interceptors are no part of its jit key; the scope that a port enters is."""
     traces: list[Any] = []
 
@@ -40,15 +40,15 @@ def test_ports_by_different_policies_are_traced_apart_by_flaxs_jit(wing):
         return model(x)
 
     for policy, expected in ABA:
-        if wing.name == "nnx":
+        if api.name == "nnx":
             layer = flax.nnx.Linear(4, 4, rngs=flax.nnx.Rngs(0))
-            out = forward(wing.module.apply_policy(layer, policy), X)
+            out = forward(api.module.apply_policy(layer, policy), X)
         else:
             jitted = flax.linen.Sequential([flax.linen.jit(flax.linen.Dense)(3)])
-            port = wing.module.apply_policy(jitted, policy)
+            port = api.module.apply_policy(jitted, policy)
             out, _ = port.init_with_output(jax.random.key(0), X)
         assert out.dtype == expected
-    assert len(traces) == (2 if wing.name == "nnx" else 0)
+    assert len(traces) == (2 if api.name == "nnx" else 0)
 
 
 # A scan's carry stays float32, and its stacked output has the policy's dtype.
@@ -67,8 +67,8 @@ TRANSFORMS: dict[str, Any] = {
 @pytest.mark.cases(fast=1, slow=4)
 @BOTH
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_a_model_inside_a_jax_transform_follows_the_scope(wing, transform):
-    jitted = jax.jit(TRANSFORMS[transform](forward(wing)))
+def test_a_model_inside_a_jax_transform_follows_the_scope(api, transform):
+    jitted = jax.jit(TRANSFORMS[transform](forward(api)))
     for policy, expected in ABA:
         with use_policy(policy):
             assert jitted(X).dtype == expected
@@ -76,8 +76,8 @@ def test_a_model_inside_a_jax_transform_follows_the_scope(wing, transform):
 
 @pytest.mark.slow
 @BOTH
-def test_a_policy_of_the_modules_own_is_that_of_a_step_whose_parameters_are_donated(wing):
-    model = wing.ours(NET, MIXED, X)
+def test_a_policy_of_the_modules_own_is_that_of_a_step_whose_parameters_are_donated(api):
+    model = api.ours(NET, MIXED, X)
 
     def step(params, x):
         gradients = jax.grad(lambda p: jnp.square(model.pure(p, x)).sum())(params)

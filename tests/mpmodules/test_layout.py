@@ -1,4 +1,4 @@
-"""The layout of mpmodules: both wings have one file for one job, and imports have no circle."""
+"""The layout of mpmodules: both APIs have one file for one job, and imports have no circle."""
 
 import functools
 from pathlib import Path
@@ -32,11 +32,11 @@ def reachable(name: str) -> set[str]:
     return found
 
 
-def test_both_wings_have_the_same_files_for_the_same_jobs():
+def test_both_apis_have_the_same_files_for_the_same_jobs():
     linen, nnx = (
-        {path.relative_to(ROOT / wing).with_suffix("").as_posix() for path in files}
-        for wing in ("linen", "nnx")
-        if (files := (ROOT / wing).rglob("*.py"))
+        {path.relative_to(ROOT / api).with_suffix("").as_posix() for path in files}
+        for api in ("linen", "nnx")
+        if (files := (ROOT / api).rglob("*.py"))
     )
     assert linen - nnx == set()
     assert nnx - linen == ONLY_NNX
@@ -47,10 +47,10 @@ def test_no_file_imports_itself_through_others():
 
 
 @pytest.mark.cases(fast=1)
-@pytest.mark.parametrize(("wing", "other"), [("linen", "nnx"), ("nnx", "linen")])
-def test_wings_import_shared_files_alone_and_shared_files_no_wing(wing: str, other: str):
+@pytest.mark.parametrize(("api", "other"), [("linen", "nnx"), ("nnx", "linen")])
+def test_apis_import_shared_files_alone_and_shared_files_no_api(api: str, other: str):
     for name, targets in imported().items():
-        if name.startswith(f"mpmodules.{wing}"):
+        if name.startswith(f"mpmodules.{api}"):
             assert not [module for module in targets if module.startswith(f"mpmodules.{other}")]
         elif not name.startswith(f"mpmodules.{other}") and name != "mpmodules":
-            assert not [module for module in targets if module.startswith(f"mpmodules.{wing}")]
+            assert not [module for module in targets if module.startswith(f"mpmodules.{api}")]

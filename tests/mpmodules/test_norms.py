@@ -1,6 +1,6 @@
-"""Normalisations of data far from zero, against float64, forward and backward, and their running
-statistics: what Flax's get wrong in half precision, and ours of both wings get right; what Flax's
-take and refuse; and batches without elements."""
+"""Normalizations of data far from zero, against float64, forward and backward, and their running
+statistics: what Flax's get wrong in half precision, and ours of both APIs get right; what Flax's
+take and reject; and batches without elements."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ NORMS: dict[str, dict[str, Any]] = {
     "InstanceNorm": {},
     "BatchNorm": {"use_running_average": False},
 }
-WINGS: dict[str, tuple[Any, Any]] = {"linen": (linen, flax_linen), "nnx": (nnx, flax_nnx)}
+APIS: dict[str, tuple[Any, Any]] = {"linen": (linen, flax_linen), "nnx": (nnx, flax_nnx)}
 EPSILON = dict.fromkeys(NORMS, 1e-6) | {"BatchNorm": 1e-5}
 
 
@@ -53,7 +53,7 @@ def built(
     return state, wrap(call)
 
 
-def normalised(modules: Any, name: str, x: Any, **options: Any) -> Any:
+def normalized(modules: Any, name: str, x: Any, **options: Any) -> Any:
     variables, call = built(modules, name, x, **options)
     return call(variables, x)[0]
 
@@ -87,7 +87,7 @@ RNG = np.random.default_rng(0)
 SHAPE = (4, 5, 5, 8)
 MEANS = np.linspace(-1500.0, 1500.0, 8)  # another for each channel
 OF_A_MEAN = [name for name in NORMS if name != "RMSNorm"]
-both_wings = pytest.mark.parametrize("wing", [linen, nnx], ids=["linen", "nnx"])
+both_apis = pytest.mark.parametrize("api", [linen, nnx], ids=["linen", "nnx"])
 
 
 def images(half: str) -> jax.Array:
@@ -112,11 +112,11 @@ def with_values(variables: Any, **values: Any) -> Any:
 @pytest.mark.parametrize("data", ["offset channels", "far from zero", "far from zero in float32"])
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", NORMS)
-@both_wings
-def test_norms_are_within_one_ulp_of_the_output_dtype_far_from_zero(wing, name, half, data):
+@both_apis
+def test_norms_are_within_one_ulp_of_the_output_dtype_far_from_zero(api, name, half, data):
     x = images(half) if data == "offset channels" else jnp.asarray(far_from_zero(), half)
     x = jnp.asarray(far_from_zero()) if data.endswith("float32") else x
-    y = normalised(wing, name, x, dtype_policy=f"p=f32,c={half},o={half}")
+    y = normalized(api, name, x, dtype_policy=f"p=f32,c={half},o={half}")
     assert y.dtype == half
     # Next to zero, float32's own last place at 1000 is what limits it.
     floor = 2.0**-5 if data == "offset channels" else 0.5
@@ -126,11 +126,11 @@ def test_norms_are_within_one_ulp_of_the_output_dtype_far_from_zero(wing, name, 
 @pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("name", NORMS)
-@both_wings
-def test_norms_that_return_float32_round_nothing_and_have_float64s_gradients(wing, name, policy):
+@both_apis
+def test_norms_that_return_float32_round_nothing_and_have_float64s_gradients(api, name, policy):
     x = far_from_zero(shape=(4, 4, 4, 8))
     # A rounding of the input to bfloat16 would be off by 4.
-    variables, call = built(wing, name, x, dtype_policy=policy)
+    variables, call = built(api, name, x, dtype_policy=policy)
     y = call(variables, x)[0]
     assert y.dtype == jnp.float32
     np.testing.assert_allclose(y, exact(name, x), atol=3e-4)
@@ -146,24 +146,24 @@ def test_norms_that_return_float32_round_nothing_and_have_float64s_gradients(win
 
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("name", OF_A_MEAN)
-@both_wings
-def test_a_fast_variance_given_by_the_user_is_obeyed(wing, name):
+@both_apis
+def test_a_fast_variance_given_by_the_user_is_obeyed(api, name):
     x = far_from_zero(shape=(64, 256))[:, None]
-    theirs = WINGS["linen" if wing is linen else "nnx"][1]
+    theirs = APIS["linen" if api is linen else "nnx"][1]
     for fast, policy in ((True, "float32"), (False, "float32"), (False, None)):
-        ours = normalised(wing, name, x, dtype_policy=policy, use_fast_variance=fast)
-        expected = normalised(theirs, name, x, use_fast_variance=fast)
+        ours = normalized(api, name, x, dtype_policy=policy, use_fast_variance=fast)
+        expected = normalized(theirs, name, x, use_fast_variance=fast)
         np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=0 if fast else 1e-6)
-    chosen = normalised(wing, name, x, dtype_policy="float32", use_fast_variance=None)
-    np.testing.assert_array_equal(chosen, normalised(wing, name, x, dtype_policy="float32"))
+    chosen = normalized(api, name, x, dtype_policy="float32", use_fast_variance=None)
+    np.testing.assert_array_equal(chosen, normalized(api, name, x, dtype_policy="float32"))
 
 
 @pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", NORMS)
-@both_wings
-def test_a_scale_that_half_cannot_hold_is_read_in_float32(wing, name):
+@both_apis
+def test_a_scale_that_half_cannot_hold_is_read_in_float32(api, name):
     x = far_from_zero(0.0)
-    variables, call = built(wing, name, x, dtype_policy="mixed_bfloat16")
+    variables, call = built(api, name, x, dtype_policy="mixed_bfloat16")
     scaled = with_values(variables, scale=1.003)  # 1 in bfloat16
     before, after = call(variables, x)[0], call(scaled, x)[0]
     np.testing.assert_allclose(after, np.float32(1.003) * before, rtol=1e-6)
@@ -171,10 +171,10 @@ def test_a_scale_that_half_cannot_hold_is_read_in_float32(wing, name):
 
 @pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("half", HALVES)
-@both_wings
-def test_running_statistics_are_those_of_the_input_as_it_came(wing, half):
+@both_apis
+def test_running_statistics_are_those_of_the_input_as_it_came(api, half):
     x = images(half)
-    variables, call = built(wing, "BatchNorm", x, momentum=0.75, dtype_policy=f"p=f32,c={half}")
+    variables, call = built(api, "BatchNorm", x, momentum=0.75, dtype_policy=f"p=f32,c={half}")
     updated, wide = call(variables, x)[1], np.asarray(x, np.float64)
     mean, variance = leaves_named(updated, "mean", "var")
     assert {mean.dtype, variance.dtype} == {jnp.dtype(jnp.float32)}
@@ -185,11 +185,11 @@ def test_running_statistics_are_those_of_the_input_as_it_came(wing, half):
 @pytest.mark.cases(fast=1, slow=6)
 @pytest.mark.parametrize("policy", ["c=f16", "mixed_float16", None])
 @pytest.mark.parametrize("training", [True, False])
-@both_wings
-def test_batch_norm_of_a_large_variance_in_float16_is_exact(wing, training, policy):
+@both_apis
+def test_batch_norm_of_a_large_variance_in_float16_is_exact(api, training, policy):
     x = np.asarray(300 * np.random.default_rng(0).normal(size=(256, 4)), np.float16)
     given = {"dtype": jnp.float16} if policy is None else {"dtype_policy": policy}
-    variables, call = built(wing, "BatchNorm", x, **given | {"use_running_average": not training})
+    variables, call = built(api, "BatchNorm", x, **given | {"use_running_average": not training})
     y, updated = call(with_values(variables, mean=0.25, var=1e5), x)
     running = (np.asarray(x, np.float64) - 0.25) / np.sqrt(1e5 + 1e-5)
     truth = exact("BatchNorm", x) if training else running
@@ -201,11 +201,11 @@ def test_batch_norm_of_a_large_variance_in_float16_is_exact(wing, training, poli
 
 
 @pytest.mark.slow
-@both_wings
-def test_masked_and_distributed_norms_take_two_passes_and_stay_accurate(wing):
+@both_apis
+def test_masked_and_distributed_norms_take_two_passes_and_stay_accurate(api):
     x = far_from_zero(shape=(64, 256))
     mask = jnp.arange(256)[None] < 128
-    variables, call = built(wing, "LayerNorm", x, dtype_policy="float32")
+    variables, call = built(api, "LayerNorm", x, dtype_policy="float32")
     kept = np.asarray(x, np.float64)[:, :128]
     deviation = np.asarray(x, np.float64) - kept.mean(-1, keepdims=True)
     truth = deviation / np.sqrt(kept.var(-1, keepdims=True) + 1e-6)
@@ -213,7 +213,7 @@ def test_masked_and_distributed_norms_take_two_passes_and_stay_accurate(wing):
 
     def over_devices(name: str, x: Any, **options: Any) -> Any:
         return jax.vmap(
-            lambda x: normalised(wing, name, x, axis_name="devices", **options), axis_name="devices"
+            lambda x: normalized(api, name, x, axis_name="devices", **options), axis_name="devices"
         )(x)
 
     halves = jnp.asarray(x).reshape(64, 2, 128).swapaxes(0, 1)
@@ -225,7 +225,7 @@ def test_masked_and_distributed_norms_take_two_passes_and_stay_accurate(wing):
     assert_close_in_ulps(y, exact("BatchNorm", x), 8, floor=2.0**-5)  # its data is not shifted
 
 
-def test_statistics_that_may_not_be_written_are_refused_as_by_flax():
+def test_statistics_that_may_not_be_written_are_rejected_as_by_flax():
     x, layer = images("bfloat16"), linen.BatchNorm(use_running_average=False, dtype_policy="bf16")
     variables = layer.init(jax.random.key(0), x)
     with pytest.raises(errors.ModifyScopeVariableError):
@@ -256,7 +256,7 @@ def test_gradients_of_channels_that_are_all_but_constant_are_float64s():
 
 MIXED: dict[str, Any] = {"dtype_policy": "mixed_bfloat16"}
 FOUR_AXES = (2, 3, 5, 4)
-EACH_WING = pytest.mark.parametrize("wing", WINGS)
+EACH_API = pytest.mark.parametrize("api", APIS)
 EACH_NAME = pytest.mark.parametrize("name", OF_A_MEAN)
 
 
@@ -271,13 +271,13 @@ def wide(x: jax.Array) -> jax.Array:
 def outcome(modules: Any, name: str, x: jax.Array, **options: Any) -> Any:
     """The result in float32, or the kind of the error."""
     try:
-        return np.asarray(normalised(modules, name, x, jit=False, **options), np.float32)
+        return np.asarray(normalized(modules, name, x, jit=False, **options), np.float32)
     except Exception as error:
         return type(error)
 
 
-def assert_like_flax(wing: str, name: str, x: jax.Array, **options: Any) -> None:
-    ours, theirs = WINGS[wing]
+def assert_like_flax(api: str, name: str, x: jax.Array, **options: Any) -> None:
+    ours, theirs = APIS[api]
     found = outcome(ours, name, x, **options, **MIXED)
     expected = outcome(theirs, name, wide(x), **options)
     if isinstance(expected, type):
@@ -287,17 +287,17 @@ def assert_like_flax(wing: str, name: str, x: jax.Array, **options: Any) -> None
 
 
 @pytest.mark.cases(fast=1)
-@EACH_WING
+@EACH_API
 @EACH_NAME
-def test_epsilon_may_be_traced_and_differentiated(wing, name):
+def test_epsilon_may_be_traced_and_differentiated(api, name):
     def of(modules: Any, x: jax.Array, **options: Any) -> Any:
         def loss(epsilon: jax.Array) -> jax.Array:
-            y = normalised(modules, name, x, jit=False, epsilon=epsilon, **options)
+            y = normalized(modules, name, x, jit=False, epsilon=epsilon, **options)
             return jnp.sum(wide(y) ** 2)
 
         return jax.jit(jax.value_and_grad(loss))(jnp.float32(0.1))
 
-    x, (ours, theirs) = half(2, 5, 4), WINGS[wing]
+    x, (ours, theirs) = half(2, 5, 4), APIS[api]
     np.testing.assert_allclose(of(ours, x, **MIXED), of(theirs, wide(x)), rtol=1e-2)
 
 
@@ -305,8 +305,8 @@ def test_epsilon_may_be_traced_and_differentiated(wing, name):
 @pytest.mark.parametrize("epsilon", [np.asarray(0.1, np.float32), jnp.float32(0.1), 1, 0])
 def test_epsilon_may_be_any_number_or_array(epsilon):
     x = half(2, 5, 4)
-    found = normalised(nnx, "LayerNorm", x, epsilon=epsilon, **MIXED)
-    expected = normalised(nnx, "LayerNorm", x, epsilon=float(epsilon), **MIXED)
+    found = normalized(nnx, "LayerNorm", x, epsilon=epsilon, **MIXED)
+    expected = normalized(nnx, "LayerNorm", x, epsilon=float(epsilon), **MIXED)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -324,11 +324,11 @@ def test_a_program_of_symbolic_sizes_is_exported(name):
 
 
 @pytest.mark.cases(fast=1)
-@EACH_WING
+@EACH_API
 @EACH_NAME
 @pytest.mark.parametrize("shape", [(), (4,)])
-def test_few_axes_are_taken_or_refused_as_by_flax(wing, name, shape):
-    assert_like_flax(wing, name, half(*shape), features=(shape or (1,))[-1])
+def test_few_axes_are_taken_or_rejected_as_by_flax(api, name, shape):
+    assert_like_flax(api, name, half(*shape), features=(shape or (1,))[-1])
 
 
 GROUPS = (None, (1, -1), (2, 3), (1, 2, 3), (1, 2), -1, (0, 1, 2, 3), (0, 1, 3))
@@ -343,17 +343,17 @@ AXES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.cases(fast=1, slow=5)
-@EACH_WING
+@EACH_API
 @pytest.mark.parametrize(("name", "options"), AXES)
-def test_other_axes_are_taken_or_refused_as_by_flax(wing, name, options):
+def test_other_axes_are_taken_or_rejected_as_by_flax(api, name, options):
     axis = next(iter(options.values()))
     axis = axis[0] if isinstance(axis, tuple) else axis
     features = FOUR_AXES[-1 if name == "GroupNorm" else axis % 4]
-    assert_like_flax(wing, name, half(*FOUR_AXES), features=features, **options)
+    assert_like_flax(api, name, half(*FOUR_AXES), features=features, **options)
 
 
 @pytest.mark.cases(fast=3)
-@EACH_WING
+@EACH_API
 @EACH_NAME
 @pytest.mark.parametrize(
     ("args", "kwargs"),
@@ -364,31 +364,31 @@ def test_other_axes_are_taken_or_refused_as_by_flax(wing, name, options):
         ((None,), {"use_running_average": None}),
     ],
 )
-def test_arguments_that_flax_refuses_are_refused(wing, name, args, kwargs):
+def test_arguments_that_flax_rejects_are_rejected(api, name, args, kwargs):
     x = half(2, 4)
-    variables, call = built(WINGS[wing][0], name, x, jit=False, **MIXED)
+    variables, call = built(APIS[api][0], name, x, jit=False, **MIXED)
     with pytest.raises(TypeError, match="argument"):
         call(variables, x, *args, **kwargs)
 
 
 @pytest.mark.cases(fast=1)
-@EACH_WING
+@EACH_API
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0, 8)])
 @pytest.mark.parametrize("name", ["LayerNorm", "BatchNorm"])
-def test_nothing_normalises_to_nothing(wing, name, shape):
+def test_nothing_normalizes_to_nothing(api, name, shape):
     x = jnp.zeros(shape, "bfloat16")
-    assert normalised(WINGS[wing][0], name, x, dtype_policy="bf16").shape == shape
+    assert normalized(APIS[api][0], name, x, dtype_policy="bf16").shape == shape
 
 
 @pytest.mark.cases(fast=1)
-@EACH_WING
-def test_running_statistics_that_are_stored_in_half_are_averaged_in_float32(wing):
+@EACH_API
+def test_running_statistics_that_are_stored_in_half_are_averaged_in_float32(api):
     """nnx keeps the dtype that they are stored in, as Flax does."""
     x = half(2, 5, 4)
-    variables, call = built(WINGS[wing][0], "BatchNorm", x, momentum=0.75, **MIXED)
+    variables, call = built(APIS[api][0], "BatchNorm", x, momentum=0.75, **MIXED)
     stored = jax.tree.map(lambda s: s.astype("float16"), variables)  # 0 and 1 are the same in half
     wide_ones, found = (leaves_named(call(v, x)[1], "mean", "var") for v in (variables, stored))
-    kept = jnp.dtype("float32" if wing == "linen" else "float16")
+    kept = jnp.dtype("float32" if api == "linen" else "float16")
     assert {leaf.dtype for leaf in found} == {kept}
     for a, b in zip(found, wide_ones, strict=True):
         np.testing.assert_array_equal(a, b.astype(kept))
@@ -401,7 +401,7 @@ def test_running_statistics_that_are_stored_in_half_are_averaged_in_float32(wing
         (lambda scale: {"scale": scale[:3]}, errors.ScopeParamShapeError),
     ],
 )
-def test_flax_refuses_a_variable_that_is_missing_or_of_another_shape(change, error):
+def test_flax_rejects_a_variable_that_is_missing_or_of_another_shape(change, error):
     x = half(2, 8)
     variables, call = built(linen, "LayerNorm", x, use_bias=False, **MIXED)
     with pytest.raises(error):
@@ -438,13 +438,13 @@ MASKS: dict[str, Any] = {
 
 
 def step(
-    wing: str, x: Any, policy: str | None, mask: Any = None, flax: bool = False, **options: Any
+    api: str, x: Any, policy: str | None, mask: Any = None, flax: bool = False, **options: Any
 ) -> dict[str, Any]:
     """Returns a training call's result, its running statistics, and the gradients of a weighted sum
     of squares, in float32: without weights, the gradient by the input is zero but for epsilon.
     """
     given: dict[str, Any] = {} if policy is None else {"dtype_policy": policy}
-    modules = WINGS[wing][flax]
+    modules = APIS[api][flax]
     like = jnp.zeros((1, FEATURES))
     variables, call = built(modules, "BatchNorm", like, jit=False, **options, **given)
     variables = with_values(variables, **VALUES)
@@ -479,24 +479,24 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.filterwarnings("ignore:.* has an explicit dtype:policy.DtypePolicyWarning")
-@EACH_WING
+@EACH_API
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_empty_batch_leaves_running_statistics_as_they_were(wing, policy, dtype):
-    assert_kept(step(wing, jnp.zeros((0, FEATURES), dtype), policy))
+def test_an_empty_batch_leaves_running_statistics_as_they_were(api, policy, dtype):
+    assert_kept(step(api, jnp.zeros((0, FEATURES), dtype), policy))
     if (policy, dtype) == ("mixed_bfloat16", "bfloat16"):
         for options in OPTIONS:
-            assert_kept(step(wing, jnp.zeros((4, 0, FEATURES), dtype), policy, **options))
+            assert_kept(step(api, jnp.zeros((4, 0, FEATURES), dtype), policy, **options))
 
 
 @pytest.mark.cases(slow=3)
-@EACH_WING
+@EACH_API
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_where_a_mask_keeps_nothing_the_running_statistics_stay_and_normalise(wing, policy, mask):
+def test_where_a_mask_keeps_nothing_the_running_statistics_stay_and_normalize(api, policy, mask):
     dtype = "bfloat16" if "bfloat16" in policy else "float32"
     x = jnp.asarray(X, dtype)
-    found = step(wing, x, policy, mask=MASKS[mask])
+    found = step(api, x, policy, mask=MASKS[mask])
     if mask == "one feature":
         assert (found["mean"][1], found["var"][1]) == (MEAN[1], VARIANCE[1])
         wide = np.asarray(x, np.float32)[..., 0].mean()
@@ -509,12 +509,12 @@ def test_where_a_mask_keeps_nothing_the_running_statistics_stay_and_normalise(wi
 
 
 @pytest.mark.cases(slow=3)
-@EACH_WING
+@EACH_API
 @pytest.mark.parametrize("fast", [True, False])
-def test_a_mask_that_keeps_something_does_what_flax_does(wing, fast):
+def test_a_mask_that_keeps_something_does_what_flax_does(api, fast):
     options: dict[str, Any] = {"mask": X[..., :1] > 1, "use_fast_variance": fast}
-    found = step(wing, jnp.asarray(X), "float32", **options)
-    expected = step(wing, jnp.asarray(X), None, flax=True, **options)
+    found = step(api, jnp.asarray(X), "float32", **options)
+    expected = step(api, jnp.asarray(X), None, flax=True, **options)
     assert float(jnp.abs(expected["x"]).max()) > 0.1
     for name, value in expected.items():
         # Beside float64, both are off by up to 7e-6 of the largest number: a fast variance cancels.
@@ -523,14 +523,14 @@ def test_a_mask_that_keeps_something_does_what_flax_does(wing, fast):
 
 
 @pytest.mark.cases(slow=1)
-@EACH_WING
-def test_devices_whose_mask_keeps_nothing_are_left_out(wing):
+@EACH_API
+def test_devices_whose_mask_keeps_nothing_are_left_out(api):
     mask = np.ones(X.shape, bool)
     mask[1], mask[2] = False, False
 
     def everywhere(x: Any, mask: Any) -> dict[str, Any]:
         call = jax.vmap(
-            lambda x, mask: step(wing, x, "float32", mask=mask, axis_name="devices"),
+            lambda x, mask: step(api, x, "float32", mask=mask, axis_name="devices"),
             axis_name="devices",
         )
         return {name: np.asarray(value) for name, value in call(x[:, None], mask[:, None]).items()}
@@ -544,16 +544,16 @@ def test_devices_whose_mask_keeps_nothing_are_left_out(wing):
 
 @pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("fast", [None, True, False])
-@EACH_WING
-def test_statistics_over_devices_are_those_of_all_rows_that_a_mask_keeps(wing, fast):
+@EACH_API
+def test_statistics_over_devices_are_those_of_all_rows_that_a_mask_keeps(api, fast):
     mask = np.arange(X[..., :1].size).reshape(4, 5, 1) % 4 > np.arange(4).reshape(4, 1, 1) - 1
     options: dict[str, Any] = {} if fast is None else {"use_fast_variance": fast}
     found = jax.vmap(
-        lambda x, mask: step(wing, x, "float32", mask=mask, axis_name="devices", **options),
+        lambda x, mask: step(api, x, "float32", mask=mask, axis_name="devices", **options),
         axis_name="devices",
     )(X, mask)
     assert len({int(each.sum()) for each in mask}) > 2
-    expected = step(wing, X.reshape(-1, FEATURES), "float32", mask=mask.reshape(-1, 1), **options)
+    expected = step(api, X.reshape(-1, FEATURES), "float32", mask=mask.reshape(-1, 1), **options)
     for name in ("mean", "var"):
         np.testing.assert_allclose(found[name], [expected[name]] * 4, rtol=1e-5)
     kept = np.broadcast_to(mask, X.shape).reshape(-1, FEATURES)
@@ -563,10 +563,10 @@ def test_statistics_over_devices_are_those_of_all_rows_that_a_mask_keeps(wing, f
 
 
 @pytest.mark.cases(slow=1)
-@EACH_WING
-def test_without_a_policy_an_empty_batch_is_flaxs(wing):
-    found = step(wing, jnp.zeros((0, FEATURES)), None)
-    expected = step(wing, jnp.zeros((0, FEATURES)), None, flax=True)
+@EACH_API
+def test_without_a_policy_an_empty_batch_is_flaxs(api):
+    found = step(api, jnp.zeros((0, FEATURES)), None)
+    expected = step(api, jnp.zeros((0, FEATURES)), None, flax=True)
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value)
         assert name not in ("mean", "var") or np.isnan(value).all()

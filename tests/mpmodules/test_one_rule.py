@@ -24,7 +24,7 @@ import policy
 from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import DtypePolicyWarning, audit, compute_dtype, get_policy
-from tests.mpmodules.wings import (
+from tests.mpmodules.apis import (
     BOTH,
     KEY,
     MIXED,
@@ -163,15 +163,15 @@ def close(ours: Any, theirs: Any) -> None:
 @pytest.mark.cases(fast=1, slow=4)
 @BOTH
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_code_sees_float32_and_the_caller_output_dtype(wing, policy):
+def test_the_code_sees_float32_and_the_caller_output_dtype(api, policy):
     seen, wanted = [], get_policy(policy)
 
     def body(x):
         seen.append((x.dtype.name, str(compute_dtype())))
         return x
 
-    model = wing.ours(text(body), policy)
-    seen.clear()  # of the initialisation without a policy
+    model = api.ours(text(body), policy)
+    seen.clear()  # of the initialization without a policy
     assert model(X.astype(jnp.float16)).dtype == wanted.output_dtype
     assert set(model.made().values()) == {wanted.param_dtype.name}
     gradients = jax.eval_shape(jax.grad(model.total(X)), model.params)
@@ -183,9 +183,9 @@ def test_the_code_sees_float32_and_the_caller_output_dtype(wing, policy):
 @pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("body", [*DIFFERENTIABLE, "none"])
-def test_without_a_policy_the_program_is_flaxs(wing, body):
+def test_without_a_policy_the_program_is_flaxs(api, body):
     function = DIFFERENTIABLE.get(body, lambda x: x)
-    ours, theirs = wing.ours(text(function), None), wing.theirs(text(function))
+    ours, theirs = api.ours(text(function), None), api.theirs(text(function))
     programs = [str(jax.make_jaxpr(each.pure)(each.params, X)) for each in (ours, theirs)]
     assert programs[0] == programs[1]
 
@@ -194,7 +194,7 @@ def test_without_a_policy_the_program_is_flaxs(wing, body):
 @BOTH
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("how", CONTAINERS)
-def test_lists_dicts_and_objects_are_the_callers(wing, how, wrap):
+def test_lists_dicts_and_objects_are_the_callers(api, how, wrap):
     make, write_to, read_from = CONTAINERS[how]
 
     def call(self, x, container):
@@ -202,7 +202,7 @@ def test_lists_dicts_and_objects_are_the_callers(wing, how, wrap):
         write_to(container, x)
         return x
 
-    model = wing.ours(Text(call, layer=dense(4, 4)), MIXED, X, make())
+    model = api.ours(Text(call, layer=dense(4, 4)), MIXED, X, make())
 
     def run(x):
         container = make()
@@ -216,7 +216,7 @@ def test_lists_dicts_and_objects_are_the_callers(wing, how, wrap):
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_parameters_are_used_in_compute_dtype_and_as_stored_without_a_policy(wing):
+def test_parameters_are_used_in_compute_dtype_and_as_stored_without_a_policy(api):
     seen: list[Any] = []
 
     def call(self, x):
@@ -224,11 +224,11 @@ def test_parameters_are_used_in_compute_dtype_and_as_stored_without_a_policy(win
         return x @ self.w + jnp.asarray(self.b)[None]
 
     linear = Text(call, "Linear", w=weight(4, 4), b=weight(4))
-    model = wing.ours(linear, MIXED)
+    model = api.ours(linear, MIXED)
     forward = [op for op in named(model.operations(X, gradient=True), "add") if not op.is_backward]
     assert {op.outputs for op in forward} == {("bfloat16",)}
     assert audit(jax.grad(model.total(X)), model.params).findings == ()
-    plain = wing.ours(linear, None)
+    plain = api.ours(linear, None)
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), plain.params)
     plain.pure(half, X.astype(jnp.float16))
     assert seen[-1] == "float16"
@@ -237,7 +237,7 @@ def test_parameters_are_used_in_compute_dtype_and_as_stored_without_a_policy(win
 @pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
-def test_a_kept_parameter_and_one_asked_for_in_float32_hold_against_activations(wing, policy):
+def test_a_kept_parameter_and_one_asked_for_in_float32_hold_against_activations(api, policy):
     against = Text(
         lambda self, x: self.layer(x) * self.plain * self.kept * self.asked,
         attributes={"keep_params": ("kept",)},
@@ -246,7 +246,7 @@ def test_a_kept_parameter_and_one_asked_for_in_float32_hold_against_activations(
         kept=weight(1, 4, init=ONES),
         asked=weight(1, 4, init=ONES, compute_dtype=jnp.float32),
     )
-    model = wing.ours(against, policy)
+    model = api.ours(against, policy)
     products = named(model.operations(X), "mul")
     assert [op.outputs[0] for op in products] == ["bfloat16", "float32", "float32"]
     made = model.made()
@@ -255,15 +255,15 @@ def test_a_kept_parameter_and_one_asked_for_in_float32_hold_against_activations(
 
 
 @BOTH
-def test_names_to_keep_are_a_tuple_of_names_that_parameters_have(wing):
+def test_names_to_keep_are_a_tuple_of_names_that_parameters_have(api):
     for names in ("scale", 3, (1,)):
         with pytest.raises(
             TypeError, match=r"Wrong.keep_params should be a tuple of names, but got"
         ):
-            type("Wrong", (wing.module.Module,), {"keep_params": names, "__module__": __name__})
+            type("Wrong", (api.module.Module,), {"keep_params": names, "__module__": __name__})
     misspelt = Text(lambda self, x: x, "Misspelt", {"keep_params": ("scael",)}, scale=weight(1, 4))
     with pytest.warns(DtypePolicyWarning, match="Misspelt.keep_params names scael.* It has: scale"):
-        wing.ours(misspelt, MIXED).made()
+        api.ours(misspelt, MIXED).made()
 
 
 def test_a_parameter_to_keep_may_be_left_out_by_some_modules():
@@ -318,11 +318,11 @@ OPENED = {"object": lambda out: out.x, "function": lambda out: out()}
 @BOTH
 @pytest.mark.parametrize("how", FALLBACKS)
 @pytest.mark.parametrize("derivative", [False, True])
-def test_code_that_cannot_be_traced_runs_as_written_and_warns_once(wing, how, derivative):
+def test_code_that_cannot_be_traced_runs_as_written_and_warns_once(api, how, derivative):
     if how == "numpy" and derivative:
         pytest.skip("NumPy takes no tracer of a derivative")
     body, reason = FALLBACKS[how]
-    model, opened = wing.ours(text(body), MIXED), OPENED.get(how, lambda out: out)
+    model, opened = api.ours(text(body), MIXED), OPENED.get(how, lambda out: out)
     line = "" if how in OPENED else r" at test_one_rule\.py:\d+ \(`"
 
     def call(params):
@@ -334,24 +334,24 @@ def test_code_that_cannot_be_traced_runs_as_written_and_warns_once(wing, how, de
             for _ in range(2)
         ]
     assert len(told) == 1 and reason in str(told[0].message)
-    close(outs, [opened(wing.theirs(text(body))(X)).sum()] * 2)
+    close(outs, [opened(api.theirs(text(body))(X)).sum()] * 2)
 
 
 @pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("how", ["branch", "float", "numpy"])
-def test_under_jit_code_that_needs_values_has_jaxs_error(wing, how):
-    model = wing.ours(text(FALLBACKS[how][0]), MIXED)
+def test_under_jit_code_that_needs_values_has_jaxs_error(api, how):
+    model = api.ours(text(FALLBACKS[how][0]), MIXED)
     with pytest.raises((jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)):
         jax.jit(model.pure)(model.params, X)
 
 
 @BOTH
-def test_what_a_call_returns_may_be_no_array(wing):
+def test_what_a_call_returns_may_be_no_array(api):
     def call(self, x):
         return {"x": x * jnp.asarray(self.w), "name": "x", "none": None, "n": 3}
 
-    model, found = wing.ours(Text(call, w=weight(1, 4)), MIXED), {}
+    model, found = api.ours(Text(call, w=weight(1, 4)), MIXED), {}
 
     def loss(params):
         found.update(model.pure(params, X))
@@ -363,14 +363,14 @@ def test_what_a_call_returns_may_be_no_array(wing):
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_a_class_that_keeps_its_code_is_silent_and_runs_in_the_dtypes_that_it_meets(wing):
+def test_a_class_that_keeps_its_code_is_silent_and_runs_in_the_dtypes_that_it_meets(api):
     seen: list[Any] = []
 
     def call(self, x):
         seen.append((x.dtype.name, self.layer(x).dtype.name, jnp.asarray(self.w).dtype.name))
         return x if float(x.astype(jnp.float32).sum()) > 1e9 else x * 2
 
-    model = wing.ours(
+    model = api.ours(
         Text(call, "Keeps", {"own_code": "keep"}, layer=dense(4, 4), w=weight(4)), MIXED
     )
     seen.clear()
@@ -381,9 +381,9 @@ def test_a_class_that_keeps_its_code_is_silent_and_runs_in_the_dtypes_that_it_me
 @pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("how", ["eager", "jit", "grad"])
-def test_an_error_ends_on_the_users_line_with_few_frames_of_ours(wing, how):
+def test_an_error_ends_on_the_users_line_with_few_frames_of_ours(api, how):
     wide = []
-    model = wing.ours(text(lambda x: x @ jnp.ones((7, 7)) if wide else x), MIXED)
+    model = api.ours(text(lambda x: x @ jnp.ones((7, 7)) if wide else x), MIXED)
     wide.append(True)
     wrap: Any = {"jit": jax.jit, "grad": jax.grad}.get(how)
     with pytest.raises(TypeError) as raised:
@@ -396,9 +396,9 @@ def test_an_error_ends_on_the_users_line_with_few_frames_of_ours(wing, how):
 @pytest.mark.cases(fast=1, slow=5)
 @BOTH
 @pytest.mark.parametrize("body", DIFFERENTIABLE)
-def test_bodies_of_jax_keep_their_meaning_and_derivatives(wing, body):
-    ours = wing.ours(text(DIFFERENTIABLE[body]), MIXED)
-    theirs = wing.theirs(text(DIFFERENTIABLE[body]))
+def test_bodies_of_jax_keep_their_meaning_and_derivatives(api, body):
+    ours = api.ours(text(DIFFERENTIABLE[body]), MIXED)
+    theirs = api.theirs(text(DIFFERENTIABLE[body]))
     for wrap in (lambda f: f, jax.jit):
         close(*(wrap(jax.grad(each.total(X)))(each.params) for each in (ours, theirs)))
     assert set(ours.dots(X, gradient=True)) == {HALF}
@@ -406,8 +406,8 @@ def test_bodies_of_jax_keep_their_meaning_and_derivatives(wing, body):
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_callbacks_run_once_for_each_call_and_get_float32(wing):
-    models = [wing.ours(text(body), MIXED) for body in (io, DIFFERENTIABLE["debug_callback"])]
+def test_callbacks_run_once_for_each_call_and_get_float32(api):
+    models = [api.ours(text(body), MIXED) for body in (io, DIFFERENTIABLE["debug_callback"])]
     jax.effects_barrier()
     SEEN.clear()
     for model in models:
@@ -420,9 +420,9 @@ def test_callbacks_run_once_for_each_call_and_get_float32(wing):
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_checks_are_functionalised(wing):
+def test_checks_are_functionalised(api):
     checks = []
-    model = wing.ours(text(lambda x: checked(x) if checks else x), MIXED)
+    model = api.ours(text(lambda x: checked(x) if checks else x), MIXED)
     checks.append(True)
     for run in (lambda f: f, jax.jit):
         check = run(checkify.checkify(model.pure))
@@ -431,8 +431,8 @@ def test_checks_are_functionalised(wing):
 
 
 @BOTH
-def test_a_saved_name_is_saved_in_half(wing):
-    model = wing.ours(text(DIFFERENTIABLE["checkpointed"]), MIXED)
+def test_a_saved_name_is_saved_in_half(api):
+    model = api.ours(text(DIFFERENTIABLE["checkpointed"]), MIXED)
     names = named(model.operations(X, gradient=True), "name")
     assert names and {op.outputs for op in names} == {("bfloat16",)}
 
@@ -450,25 +450,25 @@ DERIVATIVES: dict[str, Any] = {
 @pytest.mark.cases(slow=1)
 @BOTH
 @pytest.mark.parametrize("derive", DERIVATIVES)
-def test_second_derivatives_forward_mode_and_maps(wing, derive):
+def test_second_derivatives_forward_mode_and_maps(api, derive):
     def derived(model: Model) -> Any:
         flat, unravel = jax.flatten_util.ravel_pytree(model.params)
         loss = lambda flat: jnp.square(model.pure(unravel(flat), X)).sum()  # noqa: E731
         return DERIVATIVES[derive](loss)(flat)
 
-    close(derived(wing.ours(text(), MIXED)), derived(wing.theirs(text())))
+    close(derived(api.ours(text(), MIXED)), derived(api.theirs(text())))
 
 
 @pytest.mark.slow
 @BOTH
-def test_statistics_and_dropout_are_those_of_flax(wing):
+def test_statistics_and_dropout_are_those_of_flax(api):
     def call(self, x):
         return self.dropout(self.norm(self.dropout(x @ self.w))) * self.scale
 
     parts: dict[str, Any] = {"w": weight(4, 4), "scale": weight(1, 4)}
     busy = Text(call, norm=batch_norm(4), dropout=dropout(0.5), **parts)
     x = 1 + jax.random.normal(KEY, (64, 4))
-    ours, theirs = wing.ours(busy, MIXED, x), wing.theirs(busy, x)
+    ours, theirs = api.ours(busy, MIXED, x), api.theirs(busy, x)
     for _ in range(2):
         np.testing.assert_array_equal(ours(x) == 0, theirs(x) == 0)
     assert jax.tree.structure(ours.state) == jax.tree.structure(theirs.state)
@@ -479,7 +479,7 @@ def test_statistics_and_dropout_are_those_of_flax(wing):
 @pytest.mark.cases(slow=3)
 @BOTH
 @pytest.mark.parametrize("how", ["slice", "at"])
-def test_a_cache_in_half_stays_in_half(wing, how):
+def test_a_cache_in_half_stays_in_half(api, how):
     def call(self, x):
         """Writes attention's cache by hand."""
         key, index, keys = self.layer(x), read(self.index), read(self.keys)
@@ -492,7 +492,7 @@ def test_a_cache_in_half_stays_in_half(wing, how):
         return keys @ key[0].astype(keys.dtype)
 
     parts: dict[str, Any] = {"keys": cache(jnp.zeros((8, 4), jnp.bfloat16))}
-    model = wing.ours(
+    model = api.ours(
         Text(call, layer=dense(4, 4), index=cache(jnp.array(0)), **parts), MIXED, X[:1]
     )
 
@@ -511,7 +511,7 @@ def test_a_cache_in_half_stays_in_half(wing, how):
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_two_threads_with_two_policies_do_not_mix(wing):
+def test_two_threads_with_two_policies_do_not_mix(api):
     barrier, models = threading.Barrier(2), {}
 
     def body(x):
@@ -520,7 +520,7 @@ def test_two_threads_with_two_policies_do_not_mix(wing):
         return x * (2 if str(compute_dtype()) == "bfloat16" else 3)
 
     for dtype in ("bfloat16", "float16"):
-        models[dtype] = wing.ours(text(body), f"mixed_{dtype}")
+        models[dtype] = api.ours(text(body), f"mixed_{dtype}")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         found = dict(zip(models, pool.map(lambda m: m.operations(X), models.values()), strict=True))
     for dtype, ops in found.items():
@@ -564,13 +564,13 @@ TEXT = Text(doubled, first=dense(4, 4), last=dense(4, 4))
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
 @pytest.mark.parametrize("way", ["ours", "port"])
-def test_a_layer_in_the_rules_of_a_custom_vjp_returns_float32_to_them(wing, way, policy, jit):
+def test_a_layer_in_the_rules_of_a_custom_vjp_returns_float32_to_them(api, way, policy, jit):
     def gradients(model: Any) -> Any:
         run = jax.jit(model.pure) if jit else model.pure
         loss = lambda p, x: jnp.sum(run(p, x).astype(jnp.float32) ** 2)  # noqa: E731
         return jax.tree.leaves(jax.grad(loss, (0, 1))(model.params, X))
 
-    plain, model = wing.theirs(TEXT), (wing.port if way == "port" else wing.ours)(TEXT, policy)
+    plain, model = api.theirs(TEXT), (api.port if way == "port" else api.ours)(TEXT, policy)
     leaves = zip(jax.tree.leaves(plain.params), jax.tree.leaves(model.params), strict=True)
     same = [a.astype(b.dtype) for a, b in leaves]  # nnx draws in half what it stores in half
     model.params = jax.tree.unflatten(jax.tree.structure(model.params), same)

@@ -1,4 +1,4 @@
-"""A language model of hand-written layers runs in half, in both wings, with the gradients of a
+"""A language model of hand-written layers runs in half, in both APIs, with the gradients of a
 careful author: attention, experts and RMSNorm.
 """
 
@@ -12,7 +12,7 @@ import pytest
 
 import policy
 from mpmodules import full_precision
-from tests.mpmodules.wings import BOTH, MIXED, ONES, WINGS, Text, weight
+from tests.mpmodules.apis import APIS, BOTH, MIXED, ONES, Text, weight
 from tests.programs import named, operations
 
 WIDTH, HIDDEN, HEADS, EXPERTS, WORDS, LENGTH = 16, 32, 2, 4, 32, 8
@@ -96,12 +96,12 @@ def loss_of(logits: jax.Array) -> jax.Array:
     return -jax.nn.log_softmax(logits.astype(jnp.float32))[..., 3].mean()
 
 
-PARAMS = WINGS["linen"].theirs(TEXT, IDS).params
+PARAMS = APIS["linen"].theirs(TEXT, IDS).params
 
 
-def losses(wing: Any, text: str | None = MIXED) -> tuple[Any, Any]:
-    """Returns the loss, and that of the model by hand: of parameters of the wing."""
-    model = wing.ours(TEXT, text, IDS)
+def losses(api: Any, text: str | None = MIXED) -> tuple[Any, Any]:
+    """Returns the loss, and that of the model by hand: of parameters of the api."""
+    model = api.ours(TEXT, text, IDS)
     structure = jax.tree.structure(model.params)
 
     def ours(params: Any) -> jax.Array:
@@ -118,8 +118,8 @@ def distance(a: Any, b: Any) -> float:
 
 @pytest.mark.cases(slow=1)
 @BOTH
-def test_matmuls_and_the_residual_stream_are_half_and_gradients_those_of_a_careful_author(wing):
-    ours, hand = losses(wing)
+def test_matmuls_and_the_residual_stream_are_half_and_gradients_those_of_a_careful_author(api):
+    ours, hand = losses(api)
     ops = operations(jax.grad(ours), PARAMS)
     dots = named(ops, "dot_general")
     assert len(dots) > 15
@@ -137,12 +137,12 @@ def test_matmuls_and_the_residual_stream_are_half_and_gradients_those_of_a_caref
 
 @pytest.mark.cases(slow=1)
 @BOTH
-def test_backward_keeps_no_more_than_by_hand(wing):
+def test_backward_keeps_no_more_than_by_hand(api):
     def kept(function: Any) -> int:
         _, pullback = jax.eval_shape(lambda p: jax.vjp(function, p), PARAMS)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
 
-    ours, hand = losses(wing)
+    ours, hand = losses(api)
     # Softmax's probabilities are float32.
     assert kept(ours) <= 1.02 * kept(lambda p: hand(p, jnp.bfloat16))
 

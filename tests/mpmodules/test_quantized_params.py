@@ -1,4 +1,4 @@
-"""Layers and models of both wings on parameters that are stored in 8 and 4 bits."""
+"""Layers and models of both APIs on parameters that are stored in 8 and 4 bits."""
 
 import functools
 from typing import Any
@@ -302,7 +302,7 @@ def test_matmuls_in_8_bits_of_codes():
         lambda: Net(nnx.Rngs(0), dtype_policy="params=int8"),
     ],
 )
-def test_fresh_parameters_are_refused(make):
+def test_fresh_parameters_are_rejected(make):
     with pytest.raises(
         ValueError, match=r"(kernel|embedding|w)' would be created in (int|nf).*adapters"
     ):

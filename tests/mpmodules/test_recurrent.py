@@ -17,15 +17,15 @@ import pytest
 from mpmodules import linen, nnx
 from policy import DtypePolicyWarning, get_policy, use_policy
 from policy.programs.reading.walk import walk
+from tests.mpmodules.apis import BOTH, KEY, MIXED, Text, assert_same_bits, layer
 from tests.mpmodules.table.cases import CASES, SEQUENCE, Case
 from tests.mpmodules.table.running import THEIRS, Built, built, dtypes_of, scope_of
-from tests.mpmodules.wings import BOTH, KEY, MIXED, Text, assert_same_bits, layer
 from tests.programs import named, operations
 
 BATCH, TIME, WIDTH, HIDDEN = 2, 5, 4, 3
-ROWS = [(wing, case) for wing, case in CASES if case.is_cell]
+ROWS = [(api, case) for api, case in CASES if case.is_cell]
 EACH_CELL = pytest.mark.parametrize(
-    ("wing", "case"), ROWS, ids=[f"{wing}-{case}" for wing, case in ROWS]
+    ("api", "case"), ROWS, ids=[f"{api}-{case}" for api, case in ROWS]
 )
 
 
@@ -34,16 +34,16 @@ def assert_close(ours: Any, theirs: Any, atol: float) -> None:
         np.testing.assert_allclose(a.astype("float32"), b.astype("float32"), rtol=0, atol=atol)
 
 
-def rnn_of_table(wing: str, case: Case, policy: str) -> Built:
+def rnn_of_table(api: str, case: Case, policy: str) -> Built:
     """Returns the RNN over a cell."""
-    (rnn,) = (each for at, each in CASES if (at, str(each)) == (wing, f"RNN over {case}"))
-    return built(wing, rnn, policy)
+    (rnn,) = (each for at, each in CASES if (at, str(each)) == (api, f"RNN over {case}"))
+    return built(api, rnn, policy)
 
 
 @pytest.mark.cases(fast=1, slow=4)
 @EACH_CELL
-def test_half_parameters_have_flaxs_tree_and_orthogonal_kernels_are_drawn_in_float32(wing, case):
-    ours, full = (jax.tree.leaves(built(wing, case, text)[1]) for text in ("bfloat16", None))
+def test_half_parameters_have_flaxs_tree_and_orthogonal_kernels_are_drawn_in_float32(api, case):
+    ours, full = (jax.tree.leaves(built(api, case, text)[1]) for text in ("bfloat16", None))
     for a, b in zip(ours, full, strict=True):
         assert (a.shape, a.dtype) == (b.shape, jnp.bfloat16)
         if b.ndim == 2 and b.shape[0] == HIDDEN:  # orthogonal; what runs in half draws in half
@@ -52,10 +52,10 @@ def test_half_parameters_have_flaxs_tree_and_orthogonal_kernels_are_drawn_in_flo
 
 @pytest.mark.cases(fast=1, slow=10)
 @EACH_CELL
-def test_a_hand_threaded_cell_lowers_to_the_same_program(wing, case):
-    call, params, (carry, x) = built(wing, case, "p=f32,c=bf16,o=bf16", inputs_in=jnp.bfloat16)
+def test_a_hand_threaded_cell_lowers_to_the_same_program(api, case):
+    call, params, (carry, x) = built(api, case, "p=f32,c=bf16,o=bf16", inputs_in=jnp.bfloat16)
     with jax.numpy_dtype_promotion("standard"):
-        hand, theirs, _ = built(wing, case, None, THEIRS[wing], dtype=jnp.bfloat16)
+        hand, theirs, _ = built(api, case, None, THEIRS[api], dtype=jnp.bfloat16)
     texts = [
         jax.jit(lambda *args, run=run: run(*args)).lower(held, carry, x).as_text()
         for run, held in ((call, params), (hand, theirs))
@@ -65,9 +65,9 @@ def test_a_hand_threaded_cell_lowers_to_the_same_program(wing, case):
 
 @pytest.mark.cases(fast=1, slow=4)
 @EACH_CELL
-def test_the_carry_keeps_its_type_through_a_scan_also_where_it_was_made_in_float32(wing, case):
-    call, params, (half, x) = built(wing, case, MIXED)
-    wide = built(wing, case)[2][0]
+def test_the_carry_keeps_its_type_through_a_scan_also_where_it_was_made_in_float32(api, case):
+    call, params, (half, x) = built(api, case, MIXED)
+    wide = built(api, case)[2][0]
     steps = jnp.stack([x, -x, x / 2])
 
     def scan(carry):
@@ -81,8 +81,8 @@ def test_the_carry_keeps_its_type_through_a_scan_also_where_it_was_made_in_float
 
 @pytest.mark.cases(fast=1, slow=6)
 @EACH_CELL
-def test_a_cell_with_a_policy_of_its_own_returns_output_dtype_and_leaves_its_carry(wing, case):
-    call, params, (carry, x) = built(wing, case, dtype_policy=MIXED)
+def test_a_cell_with_a_policy_of_its_own_returns_output_dtype_and_leaves_its_carry(api, case):
+    call, params, (carry, x) = built(api, case, dtype_policy=MIXED)
     new_carry, y = jax.eval_shape(call, params, carry, x)
     assert dtypes_of((carry, new_carry)) == {"bfloat16"} and dtypes_of(y) == {"float32"}
 
@@ -99,9 +99,9 @@ def test_a_carry_that_is_given_by_name_is_left_too():
 
 @pytest.mark.cases(fast=1, slow=4)
 @EACH_CELL
-def test_steps_of_decoding_feed_the_carry_back_and_are_those_of_an_rnn(wing, case):
-    call, _, (first, _) = built(wing, case, MIXED)
-    rnn, params, (steps,) = rnn_of_table(wing, case, MIXED)
+def test_steps_of_decoding_feed_the_carry_back_and_are_those_of_an_rnn(api, case):
+    call, _, (first, _) = built(api, case, MIXED)
+    rnn, params, (steps,) = rnn_of_table(api, case, MIXED)
     step, outputs = jax.jit(call), []
     zeros = jnp.zeros((*steps.shape[:1], *steps.shape[2:-1], HIDDEN))
     carry = jax.tree.map(lambda leaf: zeros.astype(leaf.dtype), first)
@@ -115,16 +115,16 @@ def test_steps_of_decoding_feed_the_carry_back_and_are_those_of_an_rnn(wing, cas
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_a_carry_is_drawn_with_the_initialiser_given_in_compute_dtype(wing):
-    def carry(init: Any, lib: Any = wing.module) -> Any:
-        if wing.name == "linen":
+def test_a_carry_is_drawn_with_the_initializer_given_in_compute_dtype(api):
+    def carry(init: Any, lib: Any = api.module) -> Any:
+        if api.name == "linen":
             return lib.GRUCell(HIDDEN, carry_init=init).initialize_carry(KEY, (BATCH, WIDTH))
         cell = lib.GRUCell(WIDTH, HIDDEN, rngs=lib.Rngs(0))
         return cell.initialize_carry((BATCH, WIDTH), lib.Rngs(1), init)
 
     normal, orthogonal = jax.nn.initializers.normal(), jax.nn.initializers.orthogonal()
     full = carry(normal)
-    assert_same_bits(full, carry(normal, wing.flax))
+    assert_same_bits(full, carry(normal, api.flax))
     with use_policy("mixed_float16"):
         assert_same_bits(carry(normal), full.astype(jnp.float16))
     with use_policy("bfloat16"):
@@ -212,12 +212,12 @@ def rnn_over(name: str, **options: Any) -> Text:
 @pytest.mark.cases(slow=2)
 @BOTH
 @pytest.mark.parametrize("stored", ("f32", "bf16"))
-def test_the_gradient_of_a_1024_step_rnn_is_accurate(wing, stored):
+def test_the_gradient_of_a_1024_step_rnn_is_accurate(api, stored):
     # One sign: rounding errors can't cancel.
     x = np.random.default_rng(1).uniform(0.5, 1.5, size=(1, 1024, WIDTH))
     text = rnn_over("SimpleCell", recurrent_kernel_init=jax.nn.initializers.zeros)
     inputs = jnp.asarray(x, jnp.float32)
-    model = wing.scoped(text, f"p={stored},c=bf16,o=bf16", None, inputs)
+    model = api.scoped(text, f"p={stored},c=bf16,o=bf16", None, inputs)
 
     def input_kernel(tree: Any) -> Any:
         (kernel,) = (leaf for leaf in jax.tree.leaves(tree) if leaf.shape == (WIDTH, HIDDEN))
@@ -233,7 +233,7 @@ def test_the_gradient_of_a_1024_step_rnn_is_accurate(wing, stored):
 @pytest.mark.cases(slow=1)
 @BOTH
 @pytest.mark.parametrize("name", ("LSTMCell", "OptimizedLSTMCell", "GRUCell"))
-def test_second_derivatives_of_an_rnn_reach_its_biases(wing, name):
+def test_second_derivatives_of_an_rnn_reach_its_biases(api, name):
     text = rnn_over(name, bias_init=jax.nn.initializers.normal(0.5))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(BATCH, TIME, WIDTH)), jnp.float32)
 
@@ -242,15 +242,15 @@ def test_second_derivatives_of_an_rnn_reach_its_biases(wing, name):
         gradient = jax.grad(lambda v: jnp.sum(jnp.square(jax.grad(value, 1)(v, x))))
         return jax.tree.leaves(jax.jit(gradient)(model.params))
 
-    models = wing.scoped(text, MIXED, None, x), wing.theirs(text, x)
+    models = api.scoped(text, MIXED, None, x), api.theirs(text, x)
     for a, b in zip(*map(penalty, models), strict=True):
         assert float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) < 0.08
 
 
 @pytest.mark.cases(fast=1, slow=6)
 @EACH_CELL
-def test_what_backward_keeps_of_the_steps_is_half(wing, case):
-    rnn, params, (x,) = rnn_of_table(wing, case, "p=f32,c=bf16,o=bf16")
+def test_what_backward_keeps_of_the_steps_is_half(api, case):
+    rnn, params, (x,) = rnn_of_table(api, case, "p=f32,c=bf16,o=bf16")
     gradient = jax.grad(lambda v: rnn(v, x).astype(jnp.float32).sum())
     sites = walk(jax.make_jaxpr(gradient)(params))
     forward, _ = (site.equation for site in sites if site.name == "scan")
@@ -267,7 +267,7 @@ class Pure:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wing:
+class Api:
     name: str
     ours: Any
     theirs: Any
@@ -289,7 +289,7 @@ class Wing:
     def pure(
         self, build: Callable[[], Any], *args: Any, policy: Any = None, abstract: bool = False
     ) -> Pure:
-        """Builds a module and its parameters; `args` are what it is initialised with.
+        """Builds a module and its parameters; `args` are what it is initialized with.
 
         Where it is `abstract`, linen's parameters are shapes and dtypes.
         """
@@ -312,9 +312,9 @@ class Wing:
         return Pure(module, call, params)
 
 
-LINEN, NNX = Wing("linen", linen, flax.linen), Wing("nnx", nnx, flax.nnx)
+LINEN, NNX = Api("linen", linen, flax.linen), Api("nnx", nnx, flax.nnx)
 _BOTH = ("SimpleCell", "SimpleCell residual", "LSTMCell", "OptimizedLSTMCell", "GRUCell")
-CELLS = [(wing, name) for wing in (LINEN, NNX) for name in _BOTH]
+CELLS = [(api, name) for api in (LINEN, NNX) for name in _BOTH]
 CELLS += [(LINEN, name) for name in ("MGUCell", "MGUCell no reset", "ConvLSTMCell")]
 
 
@@ -334,13 +334,13 @@ def sequence(name: str = "", steps: int = TIME) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).normal(size=(batch, steps, *rest)), jnp.float32)
 
 
-def rnn_of(wing: Any, lib: Any, name: str = "LSTMCell", **options: Any) -> Any:
-    return lib.RNN(wing.cell(lib, name, **options), return_carry=True)
+def rnn_of(api: Any, lib: Any, name: str = "LSTMCell", **options: Any) -> Any:
+    return lib.RNN(api.cell(lib, name, **options), return_carry=True)
 
 
-def loop(wing: Wing, lib: Any, policy: str | None = None, name: str = "LSTMCell") -> Pure:
+def loop(api: Api, lib: Any, policy: str | None = None, name: str = "LSTMCell") -> Pure:
     """An RNN over a cell of `lib`."""
-    return wing.pure(lambda: rnn_of(wing, lib, name), sequence(name), policy=policy)
+    return api.pure(lambda: rnn_of(api, lib, name), sequence(name), policy=policy)
 
 
 def matmul_dtypes(fn: Callable[..., Any], *args: Any) -> set[str]:
@@ -350,17 +350,17 @@ def matmul_dtypes(fn: Callable[..., Any], *args: Any) -> set[str]:
     return {dtype for op in found for dtype in (*op.inputs, *op.outputs)}
 
 
-EACH_LOOP = pytest.mark.parametrize(("wing", "name"), CELLS, ids=lambda x: str(x))
+EACH_LOOP = pytest.mark.parametrize(("api", "name"), CELLS, ids=lambda x: str(x))
 EACH_POLICY = pytest.mark.parametrize(
     "policy", ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
 )
-LOOPS_OF_BOTH = pytest.mark.parametrize("wing", (LINEN, NNX), ids=str)
+LOOPS_OF_BOTH = pytest.mark.parametrize("api", (LINEN, NNX), ids=str)
 
 
-def traced(wing: Any, build: Any, policy: Any = None, name: str = "", **kwargs: Any) -> Any:
+def traced(api: Any, build: Any, policy: Any = None, name: str = "", **kwargs: Any) -> Any:
     """Returns the dtypes of parameters, carry, outputs and matmuls."""
     x = sequence(name)
-    model = wing.pure(build, x, policy=policy, abstract=True)
+    model = api.pure(build, x, policy=policy, abstract=True)
     carry, y = jax.eval_shape(lambda p, x: model.call(p, x, **kwargs), model.params, x)
     return tuple(map(dtypes_of, (model.params, carry, y))), matmul_dtypes(
         model.call, model.params, x
@@ -385,25 +385,25 @@ def of_policy(text: str) -> tuple[tuple[set[str], ...], set[str]]:
 @pytest.mark.cases(fast=1, slow=13)
 @EACH_POLICY
 @EACH_LOOP
-def test_an_rnn_returns_output_dtype_and_a_carry_in_compute_dtype(wing, name, policy):
-    build = lambda: rnn_of(wing, wing.ours, name)  # noqa: E731
-    assert traced(wing, build, policy, name) == of_policy(policy)
+def test_an_rnn_returns_output_dtype_and_a_carry_in_compute_dtype(api, name, policy):
+    build = lambda: rnn_of(api, api.ours, name)  # noqa: E731
+    assert traced(api, build, policy, name) == of_policy(policy)
     if name in ("LSTMCell", "ConvLSTMCell"):  # an initial carry may come in any dtype
         for given in ("float32", "bfloat16", "float16"):
             carry = (jnp.zeros((*shape_of(name)[:-1], HIDDEN), given),) * 2
-            assert traced(wing, build, policy, name, initial_carry=carry) == of_policy(policy)
+            assert traced(api, build, policy, name, initial_carry=carry) == of_policy(policy)
 
 
 @pytest.mark.cases(fast=1, slow=10)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
 @EACH_LOOP
-def test_a_ported_rnn_obeys_as_ours_does(wing, name, policy):
+def test_a_ported_rnn_obeys_as_ours_does(api, name, policy):
     def port() -> Any:
-        return wing.ours.apply_policy(rnn_of(wing, wing.theirs, name), policy)
+        return api.ours.apply_policy(rnn_of(api, api.theirs, name), policy)
 
     x = sequence(name)
-    ours = wing.pure(lambda: rnn_of(wing, wing.ours, name), x, policy=policy, abstract=True)
-    ported = wing.pure(port, x, abstract=True)
+    ours = api.pure(lambda: rnn_of(api, api.ours, name), x, policy=policy, abstract=True)
+    ported = api.pure(port, x, abstract=True)
     assert dtypes_of(ported.params) == dtypes_of(ours.params)
     assert text(ported, x) == text(ours, x)
 
@@ -423,11 +423,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("option", OPTIONS)
 @LOOPS_OF_BOTH
-def test_every_option_of_an_rnn_does_what_it_does_in_flax(wing, option):
-    if wing is NNX and option == "init_key":
+def test_every_option_of_an_rnn_does_what_it_does_in_flax(api, option):
+    if api is NNX and option == "init_key":
         pytest.skip("linen's alone")
-    runs = (wing.theirs, None), (wing.ours, None), (wing.ours, MIXED)
-    models = [loop(wing, lib, policy) for lib, policy in runs]
+    runs = (api.theirs, None), (api.ours, None), (api.ours, MIXED)
+    models = [loop(api, lib, policy) for lib, policy in runs]
     expected, plain, out = (m.call(m.params, sequence(), **OPTIONS[option]) for m in models)
     assert_same_bits(plain, expected)
     *carry, y = out if isinstance(out, tuple) else (out,)
@@ -438,9 +438,9 @@ def test_every_option_of_an_rnn_does_what_it_does_in_flax(wing, option):
 @pytest.mark.cases(slow=1)
 @LOOPS_OF_BOTH
 def test_the_carry_that_an_rnn_returns_starts_the_next_call_exactly_where_one_long_call_would_be(
-    wing,
+    api,
 ):
-    x, rnn = sequence(steps=6), loop(wing, wing.ours, MIXED)
+    x, rnn = sequence(steps=6), loop(api, api.ours, MIXED)
     _, whole = rnn.call(rnn.params, x)
     carry, first = rnn.call(rnn.params, x[:, :3])
     _, second = rnn.call(rnn.params, x[:, 3:], initial_carry=carry)
@@ -451,18 +451,16 @@ def test_the_carry_that_an_rnn_returns_starts_the_next_call_exactly_where_one_lo
 @EACH_POLICY
 @pytest.mark.parametrize("ported", [False, True])
 @LOOPS_OF_BOTH
-def test_a_bidirectional_rnn_returns_output_dtype_and_carries_in_compute_dtype(
-    wing, ported, policy
-):
+def test_a_bidirectional_rnn_returns_output_dtype_and_carries_in_compute_dtype(api, ported, policy):
     def build() -> Any:
-        lib = wing.theirs if ported else wing.ours
-        halves = [lib.RNN(wing.cell(lib, "GRUCell")) for _ in range(2)]
+        lib = api.theirs if ported else api.ours
+        halves = [lib.RNN(api.cell(lib, "GRUCell")) for _ in range(2)]
         model = lib.Bidirectional(*halves, return_carry=True)
-        return wing.ours.apply_policy(model, policy) if ported else model
+        return api.ours.apply_policy(model, policy) if ported else model
 
-    found, _ = traced(wing, build, policy)
+    found, _ = traced(api, build, policy)
     assert found == of_policy(policy)[0]
-    model = wing.pure(build, sequence(), policy=policy, abstract=True)
+    model = api.pure(build, sequence(), policy=policy, abstract=True)
     carry, y = jax.eval_shape(model.call, model.params, sequence())
     wide = jax.tree.map(lambda a: jnp.ones(a.shape, jnp.float32), carry)
     again, _ = jax.eval_shape(lambda p: model.call(p, sequence(), initial_carry=wide), model.params)
@@ -471,80 +469,80 @@ def test_a_bidirectional_rnn_returns_output_dtype_and_carries_in_compute_dtype(
 
 @pytest.mark.cases(slow=1)
 @LOOPS_OF_BOTH
-def test_a_cell_may_have_a_policy_of_its_own_and_linens_takes_that_of_its_rnn(wing):
+def test_a_cell_may_have_a_policy_of_its_own_and_linens_takes_that_of_its_rnn(api):
     def around(scope: Any = None, **options: Any) -> Any:
-        return traced(wing, lambda: rnn_of(wing, wing.ours, **options), scope)[0]
+        return traced(api, lambda: rnn_of(api, api.ours, **options), scope)[0]
 
     assert around(dtype_policy=MIXED) == names("f4", "bfloat16", "f4")
     assert around("bfloat16", dtype_policy="float32") == names("f4", "f4", "bfloat16")
 
     def given() -> Any:
-        cell = wing.cell(wing.ours, "LSTMCell")
-        return wing.ours.RNN(cell, return_carry=True, dtype_policy=MIXED)
+        cell = api.cell(api.ours, "LSTMCell")
+        return api.ours.RNN(cell, return_carry=True, dtype_policy=MIXED)
 
-    if wing is LINEN:
-        assert traced(wing, given)[0] == names("f4", "bfloat16", "f4")
+    if api is LINEN:
+        assert traced(api, given)[0] == names("f4", "bfloat16", "f4")
         return
     with pytest.raises(ValueError, match=r"^RNN\(dtype_policy=.*LSTMCell.* had been built bef"):
         given()
 
 
-def ruled(wing: Any, lib: Any, policy: str, rules: Any, name: str = "LSTMCell") -> Any:
+def ruled(api: Any, lib: Any, policy: str, rules: Any, name: str = "LSTMCell") -> Any:
     """Traces an RNN under rules: those of a scope for linen's cells of ours, else of a port."""
-    if wing is LINEN and lib is wing.ours:
-        return traced(wing, lambda: rnn_of(wing, lib, name), (policy, rules))
-    build = lambda: wing.ours.apply_policy(rnn_of(wing, lib, name), policy, rules)  # noqa: E731
-    return traced(wing, build)
+    if api is LINEN and lib is api.ours:
+        return traced(api, lambda: rnn_of(api, lib, name), (policy, rules))
+    build = lambda: api.ours.apply_policy(rnn_of(api, lib, name), policy, rules)  # noqa: E731
+    return traced(api, build)
 
 
 @pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("ported", [False, True])
 @pytest.mark.parametrize("pattern", ["cell", "our class", "Flax's class"])
 @LOOPS_OF_BOTH
-def test_rules_by_path_and_class_reach_a_cell(wing, pattern, ported):
-    classes = {"our class": wing.ours.LSTMCell, "Flax's class": wing.theirs.LSTMCell}
+def test_rules_by_path_and_class_reach_a_cell(api, pattern, ported):
+    classes = {"our class": api.ours.LSTMCell, "Flax's class": api.theirs.LSTMCell}
     rules = [(classes.get(pattern, pattern), "float32")]
-    found = ruled(wing, wing.theirs if ported else wing.ours, "bfloat16", rules)
+    found = ruled(api, api.theirs if ported else api.ours, "bfloat16", rules)
     assert found == (names("f4", "f4", "bfloat16"), {"float32"})
 
 
 @pytest.mark.cases(slow=1)
 @LOOPS_OF_BOTH
-def test_rules_reach_the_layers_inside_a_cell_under_strict_promotion_too(wing):
-    found = ruled(wing, wing.ours, MIXED, [("cell/h.", "float32")])
+def test_rules_reach_the_layers_inside_a_cell_under_strict_promotion_too(api):
+    found = ruled(api, api.ours, MIXED, [("cell/h.", "float32")])
     assert found == (names("f4", "bfloat16", "f4"), {"bfloat16", "float32"})
     with pytest.raises(ValueError, match="Rule 'cell/h_' matched no module"):
-        ruled(wing, wing.ours, MIXED, [("cell/h_", "float32")])
+        ruled(api, api.ours, MIXED, [("cell/h_", "float32")])
 
 
 @pytest.mark.cases(fast=1)
 @LOOPS_OF_BOTH
-def test_a_ported_cell_keeps_an_explicit_dtype_where_asked(wing):
+def test_a_ported_cell_keeps_an_explicit_dtype_where_asked(api):
     def build(**options: Any) -> Any:
-        model = rnn_of(wing, wing.theirs, dtype=jnp.float32)
-        return wing.ours.apply_policy(model, MIXED, **options)
+        model = rnn_of(api, api.theirs, dtype=jnp.float32)
+        return api.ours.apply_policy(model, MIXED, **options)
 
     with pytest.warns(DtypePolicyWarning, match="has an explicit dtype=float32"):
-        kept, _ = traced(wing, lambda: build(keep_explicit=True))
+        kept, _ = traced(api, lambda: build(keep_explicit=True))
     assert kept == names("f4", "f4", "f4")
-    assert traced(wing, build)[0] == names("f4", "bfloat16", "f4")
+    assert traced(api, build)[0] == names("f4", "bfloat16", "f4")
 
 
 @pytest.mark.cases(slow=1)
 @LOOPS_OF_BOTH
-def test_stacked_cells_and_stacked_rnns_hand_on_compute_dtype(wing):
+def test_stacked_cells_and_stacked_rnns_hand_on_compute_dtype(api):
     def cell(name: str, *sizes: int) -> Any:
-        cls = getattr(wing.ours, name)
-        return cls(sizes[-1]) if wing is LINEN else cls(*sizes, rngs=wing.ours.Rngs(0))
+        cls = getattr(api.ours, name)
+        return cls(sizes[-1]) if api is LINEN else cls(*sizes, rngs=api.ours.Rngs(0))
 
     def stacked(wrap: Any, name: str) -> Any:
         layers = [wrap(cell(name, WIDTH, WIDTH)) for _ in range(2)]
-        return wing.ours.Sequential(layers) if wing is LINEN else wing.ours.Sequential(*layers)
+        return api.ours.Sequential(layers) if api is LINEN else api.ours.Sequential(*layers)
 
     carry = (jnp.zeros((BATCH, WIDTH), jnp.bfloat16),) * 2
-    cells, rnns = (lambda cell: cell, "LSTMCell"), (wing.ours.RNN, "GRUCell")
+    cells, rnns = (lambda cell: cell, "LSTMCell"), (api.ours.RNN, "GRUCell")
     for how, args in ((cells, (carry, sequence()[:, 0])), (rnns, (sequence(),))):
-        model = wing.pure(lambda how=how: stacked(*how), *args, policy=MIXED, abstract=True)
+        model = api.pure(lambda how=how: stacked(*how), *args, policy=MIXED, abstract=True)
         out = jax.eval_shape(model.call, model.params, *args)
         assert jax.tree.leaves(out)[-1].dtype == jnp.float32
         assert matmul_dtypes(model.call, model.params, *args) == {"bfloat16"}
@@ -556,7 +554,7 @@ def test_stacked_cells_and_stacked_rnns_hand_on_compute_dtype(wing):
 
 @pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("lib", [linen, flax.linen], ids=["ours", "ported"])
-def test_a_rule_for_the_parts_of_an_optimized_linen_cell_is_refused(lib):
+def test_a_rule_for_the_parts_of_an_optimized_linen_cell_is_rejected(lib):
     name = "OptimizedLSTMCell"
     text = r"^Rule 'cell/hi' matched no module. Modules seen: cell\. Rules for"
     with pytest.raises(ValueError, match=text):
@@ -618,22 +616,22 @@ def test_a_function_form_scan_of_a_cell_keeps_its_carrys_type(nn):
 
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ["LSTMCell", "GRUCell"])
-def test_a_rematerialised_cell_and_rnn_give_the_same_gradients(name):
+def test_a_rematerialized_cell_and_rnn_give_the_same_gradients(name):
     x, plain = sequence(), loop(LINEN, linen, MIXED, name)
-    cell, rematerialised = getattr(linen, name), linen.remat(getattr(linen, name))
+    cell, rematerialized = getattr(linen, name), linen.remat(getattr(linen, name))
 
     def gradients(rnn: Any) -> Any:
         return jax.jit(jax.grad(lambda v: rnn.apply(v, x).sum()))(plain.params)
 
     with use_policy(MIXED):
         expected = gradients(linen.RNN(cell(HIDDEN)))
-        for rnn in (linen.RNN(rematerialised(HIDDEN)), linen.remat(linen.RNN)(cell(HIDDEN))):
+        for rnn in (linen.RNN(rematerialized(HIDDEN)), linen.remat(linen.RNN)(cell(HIDDEN))):
             assert dtypes_of(jax.eval_shape(rnn.apply, plain.params, x)) == {"float32"}
             assert_close(gradients(rnn), expected, atol=2**-5)
 
 
 @pytest.mark.slow
-def test_a_scan_over_stacked_rnns_and_a_rematerialised_rnn_run_in_compute_dtype():
+def test_a_scan_over_stacked_rnns_and_a_rematerialized_rnn_run_in_compute_dtype():
     class Stack(nnx.Module):
         def __init__(self) -> None:
             @flax.nnx.vmap(in_axes=0, out_axes=0)

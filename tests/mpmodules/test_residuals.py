@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.mpmodules.wings import BOTH, MIXED, Part, Text, batch_norm, dense, layer, layer_norm
+from tests.mpmodules.apis import BOTH, MIXED, Part, Text, batch_norm, dense, layer, layer_norm
 
 HALVES: dict[str, Any] = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
 BATCH = 4  # leads the shape of every activation, and of no parameter
@@ -106,20 +106,20 @@ def resnet(**dtypes: Any) -> Text:
 @BOTH
 @pytest.mark.parametrize("policy", HALVES)
 @pytest.mark.parametrize(("make", "x"), [(transformer, TOKENS), (resnet, IMAGES)])
-def test_no_activation_is_kept_in_float32(wing, make, x, policy):
-    ours = kept(wing.scoped(make(), policy, None, x), x)
+def test_no_activation_is_kept_in_float32(api, make, x, policy):
+    ours = kept(api.scoped(make(), policy, None, x), x)
     # x**3 of gelu runs in float32 where float16 may overflow.
     wide = {"float32"} if policy == "mixed_float16" and make is transformer else set()
     assert ours and {dtype for _, dtype in ours} <= {jnp.dtype(HALVES[policy]).name, "bool"} | wide
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms mix dtypes
-        theirs = kept(wing.theirs(make(dtype=HALVES[policy]), x), x.astype(HALVES[policy]))
+        theirs = kept(api.theirs(make(dtype=HALVES[policy]), x), x.astype(HALVES[policy]))
     assert any(dtype == "float32" for _, dtype in theirs)  # of Flax's norms: the count can see one
     assert wide or size(ours) < size(theirs)
 
 
 @pytest.mark.slow
 @BOTH
-def test_all_layers_keep_one_mask(wing):
+def test_all_layers_keep_one_mask(api):
     def call(self, x):
         mask = jnp.tril(jnp.ones((12, 12), bool))[None, None] & (x[:, None, None, :, 0] < 9)
         for name in "abc":
@@ -127,5 +127,5 @@ def test_all_layers_keep_one_mask(wing):
         return x
 
     x = jnp.zeros((BATCH, 12, 16))
-    model = wing.scoped(Text(call, a=attention(), b=attention(), c=attention()), MIXED, None, x)
+    model = api.scoped(Text(call, a=attention(), b=attention(), c=attention()), MIXED, None, x)
     assert sum(n for (shape, _), n in kept(model, x).items() if shape == (BATCH, 1, 12, 12)) == 1

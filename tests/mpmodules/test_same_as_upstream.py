@@ -1,8 +1,8 @@
 """With no policy and in float32 our layers are Flax's: tree, initial values, outputs, gradients,
 state, errors. Under a policy programs are those that a careful author threads by hand.
 
-Each case is built with Flax's wing and with ours from the same arguments: those of the table of
-layers, and more options. One jitted program initialises the layer, calls it and differentiates it.
+Each case is built with Flax's API and with ours from the same arguments: those of the table of
+layers, and more options. One jitted program initializes the layer, calls it and differentiates it.
 Where both lower to the same text, they are equal bit for bit; otherwise both are run and compared.
 """
 
@@ -23,16 +23,16 @@ import pytest
 from mpmodules import linen as our_linen
 from mpmodules import nnx as our_nnx
 from policy import get_policy
+from tests.mpmodules.apis import BOTH, MIXED, Model, Text, dense, dropout, layer
 from tests.mpmodules.table.cases import CASES, IMAGE, QUERIES, ROWS, Case
 from tests.mpmodules.table.options import OPTIONS
 from tests.mpmodules.table.running import OURS, THEIRS, floating, program, with_floats
-from tests.mpmodules.wings import BOTH, MIXED, Model, Text, dense, dropout, layer
 from tests.programs import MOVES, assert_same_operations
 
 
-def _everything(wing: str, case: Case, modules: Any) -> tuple[Callable[..., Any], Any]:
+def _everything(api: str, case: Case, modules: Any) -> tuple[Callable[..., Any], Any]:
     """Returns a function of a key and floating inputs, and these: of all that a layer is."""
-    run = program(wing, case, modules)
+    run = program(api, case, modules)
 
     def plain(tree: Any) -> Any:
         return flax_nnx.to_pure_dict(tree) if isinstance(tree, flax_nnx.State) else tree
@@ -71,10 +71,10 @@ ALL = [*CASES, *OPTIONS]
 @pytest.mark.cases(fast=1, slow=10)
 @pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*Module.sow:DeprecationWarning")
-@pytest.mark.parametrize(("wing", "case"), ALL, ids=[f"{wing}-{case}" for wing, case in ALL])
-def test_a_layer_has_flaxs_tree_values_outputs_gradients_and_state(wing, case):
-    theirs, floats = _everything(wing, case, THEIRS[wing])
-    ours, _ = _everything(wing, case, OURS[wing])
+@pytest.mark.parametrize(("api", "case"), ALL, ids=[f"{api}-{case}" for api, case in ALL])
+def test_a_layer_has_flaxs_tree_values_outputs_gradients_and_state(api, case):
+    theirs, floats = _everything(api, case, THEIRS[api])
+    ours, _ = _everything(api, case, OURS[api])
     _assert_same(ours, theirs, floats)
 
 
@@ -163,9 +163,9 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.cases(fast=4)
 @pytest.mark.parametrize("what", WRONG)
-def test_what_flax_refuses_is_refused_with_its_error(what):
-    wing, found = what.partition(",")[0], []
-    for modules in (OURS[wing], THEIRS[wing]):
+def test_what_flax_rejects_is_rejected_with_its_error(what):
+    api, found = what.partition(",")[0], []
+    for modules in (OURS[api], THEIRS[api]):
         with pytest.raises(Exception) as caught:
             WRONG[what](modules)
         found.append(caught.value)
@@ -219,7 +219,7 @@ def test_no_position_reaches_a_linen_modules_policy_parent_or_name():
 
 
 @pytest.mark.slow
-def test_submodules_that_flax_does_not_import_by_itself_import_from_our_wings():
+def test_submodules_that_flax_does_not_import_by_itself_import_from_our_apis():
     from flax.linen import partitioning as flax_partitioning
     from flax.nnx import traversals as flax_traversals
 
@@ -273,11 +273,11 @@ def plain(**dtypes: Any) -> Text:
     )
 
 
-def by_hand(wing: Any, text: Callable[..., Text], policy: Any) -> Model:
+def by_hand(api: Any, text: Callable[..., Text], policy: Any) -> Model:
     """Returns Flax's model with dtypes threaded by hand, and casts around it."""
     policy = get_policy(policy)
     dtypes = {"dtype": policy.compute_dtype, "param_dtype": policy.param_dtype}
-    model = wing.theirs(text(**dtypes), IMAGES)
+    model = api.theirs(text(**dtypes), IMAGES)
     inner = model.pure
 
     def pure(params: Any, x: jax.Array, **kwargs: Any) -> Any:
@@ -305,9 +305,9 @@ def gradient(model: Model) -> Any:
 @BOTH
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", ["scope", "argument"])
-def test_with_a_policy_programs_are_those_threaded_by_hand(wing, policy, way):
-    made = wing.scoped(plain(), policy, None, IMAGES) if way == "scope" else None
-    ours, hand = made or wing.ours(plain(), policy, IMAGES), by_hand(wing, plain, policy)
+def test_with_a_policy_programs_are_those_threaded_by_hand(api, policy, way):
+    made = api.scoped(plain(), policy, None, IMAGES) if way == "scope" else None
+    ours, hand = made or api.ours(plain(), policy, IMAGES), by_hand(api, plain, policy)
 
     def features(model: Model) -> Any:
         return lambda params, x: model.pure(params, x, method="features")

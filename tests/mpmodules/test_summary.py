@@ -14,7 +14,7 @@ import pytest
 from mpmodules import linen, nnx
 from policy import set_policy, use_policy
 from policy.quantized import quantize_params
-from tests.mpmodules.wings import BOTH, KEY, MIXED, Part, Text, dense, layer_norm, under
+from tests.mpmodules.apis import BOTH, KEY, MIXED, Part, Text, dense, layer_norm, under
 
 CONSOLE = {"width": 240, "no_color": True, "force_terminal": False}
 SHORT, FULL, HALF, F16 = (
@@ -45,23 +45,23 @@ def cells(table: str) -> dict[str, tuple[str, str]]:
 X = jnp.ones((2, 4))
 
 
-def table(wing: Any, instance: Any, **options: Any) -> str:
+def table(api: Any, instance: Any, **options: Any) -> str:
     options = {"console_kwargs": CONSOLE} | options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # explicit dtypes, and models built under no policy
-        if wing.name == "nnx":
+        if api.name == "nnx":
             return nnx.tabulate(instance, X, **options)
         return linen.tabulate(instance, KEY, **options)(X)
 
 
-def shown(wing: Any, instance: Any, **options: Any) -> dict[str, tuple[str, str]]:
-    return cells(table(wing, instance, **options))
+def shown(api: Any, instance: Any, **options: Any) -> dict[str, tuple[str, str]]:
+    return cells(table(api, instance, **options))
 
 
-def made(wing: Any, text: Text, modules: Any = None, policy: Any = None) -> Any:
-    modules = wing.module if modules is None else modules
+def made(api: Any, text: Text, modules: Any = None, policy: Any = None) -> Any:
+    modules = api.module if modules is None else modules
     options = {} if policy is None else {"dtype_policy": policy}
-    if wing.name == "linen":
+    if api.name == "linen":
         return text.linen_class(modules)(**options)
     return text.nnx_class(modules)(rngs=nnx.Rngs(0), **options)
 
@@ -95,18 +95,18 @@ NET = Text(
 
 @pytest.mark.slow
 @BOTH
-def test_every_source_is_named(wing):
-    rules: Any = {wing.module.LayerNorm: "f32"}
+def test_every_source_is_named(api):
+    rules: Any = {api.module.LayerNorm: "f32"}
     rule, scope = (FULL, "rule: LayerNorm"), (SHORT, "scope")
     with warnings.catch_warnings(), use_policy(MIXED, rules):
         warnings.simplefilter("ignore")  # the explicit dtype is told of
-        assert shown(wing, made(wing, NET)) == {
+        assert shown(api, made(api, NET)) == {
             "": scope,
             "inherits": scope,
             "inherits/linear": scope,
             "inherits/norm": rule,
             "own": (F16, "argument: dtype_policy"),
-            "own/linear": (F16, f"enclosing module: {'own' if wing.name == 'linen' else 'Block'}"),
+            "own/linear": (F16, f"enclosing module: {'own' if api.name == 'linen' else 'Block'}"),
             "own/norm": rule,
             "explicit": (FULL, "argument: dtype=float32; else scope"),
             "theirs": ("", "none: Flax's own"),
@@ -116,14 +116,14 @@ def test_every_source_is_named(wing):
 @pytest.mark.cases(fast=1)
 @BOTH
 @pytest.mark.parametrize("own_code", ["autocast", "keep"])
-def test_the_sources_of_a_port_are_its_argument_and_its_rules(wing, own_code):
+def test_the_sources_of_a_port_are_its_argument_and_its_rules(api, own_code):
     rules: Any = {"inherits/(linear|norm)": "f32"}
     text = Text(chained, "Net", inherits=BLOCK, linear=dense(4, 4), theirs=theirs(4, 4))
-    plain = made(wing, text, wing.flax)
+    plain = made(api, text, api.flax)
     inherits, rule = (SHORT, "enclosing module: Net"), (FULL, "rule: 'inherits/(linear|norm)'")
-    port = wing.module.apply_policy(plain, MIXED, rules, own_code=own_code)
+    port = api.module.apply_policy(plain, MIXED, rules, own_code=own_code)
     with jax.numpy_dtype_promotion("standard"):
-        assert shown(wing, port) == {
+        assert shown(api, port) == {
             "": (SHORT, "argument: apply_policy"),
             "inherits": inherits,
             "inherits/linear": rule,
@@ -131,36 +131,36 @@ def test_the_sources_of_a_port_are_its_argument_and_its_rules(wing, own_code):
             "linear": inherits,
             "theirs": inherits,
         }
-    found = shown(wing, plain, policy_columns=True)
+    found = shown(api, plain, policy_columns=True)
     assert set(found.values()) == {("", "none: Flax's own")}
 
 
 @pytest.mark.cases(fast=1)
 @BOTH
-def test_the_global_policy_and_none_are_told_apart(wing):
-    block = made(wing, BLOCK)
-    assert shown(wing, block, policy_columns=True)["linear"] == ("", "none")
-    assert "policy" not in table(wing, block)  # without a policy it is Flax's table
+def test_the_global_policy_and_none_are_told_apart(api):
+    block = made(api, BLOCK)
+    assert shown(api, block, policy_columns=True)["linear"] == ("", "none")
+    assert "policy" not in table(api, block)  # without a policy it is Flax's table
     set_policy("bf16")
-    assert shown(wing, made(wing, BLOCK))["linear"] == (HALF, "global")
-    with use_policy(None) if wing.name == "linen" else contextlib.nullcontext():
-        assert shown(wing, block, policy_columns=True)["linear"] == ("", "none")
-    assert shown(wing, made(wing, BLOCK, policy=MIXED))[""] == (SHORT, "argument: dtype_policy")
+    assert shown(api, made(api, BLOCK))["linear"] == (HALF, "global")
+    with use_policy(None) if api.name == "linen" else contextlib.nullcontext():
+        assert shown(api, block, policy_columns=True)["linear"] == ("", "none")
+    assert shown(api, made(api, BLOCK, policy=MIXED))[""] == (SHORT, "argument: dtype_policy")
 
 
 @pytest.mark.cases(slow=1)
 @BOTH
-def test_the_rest_of_the_table_is_flaxs(wing):
+def test_the_rest_of_the_table_is_flaxs(api):
     options: dict[str, Any] = {"depth": 1, "compute_flops": True, "compute_vjp_flops": True}
     options |= {"table_kwargs": {"expand": False}, "column_kwargs": {"justify": "right"}}
     set_policy(MIXED)
-    model = made(wing, BLOCK)
-    plain = table(wing, model, policy_columns=False, **options)
-    if wing.name == "linen":  # nnx has each class's methods twice, by this module's name or Flax's
+    model = made(api, BLOCK)
+    plain = table(api, model, policy_columns=False, **options)
+    if api.name == "linen":  # nnx has each class's methods twice, by this module's name or Flax's
         options_of_flax: dict[str, Any] = options | {"console_kwargs": CONSOLE}
         assert plain == flax.linen.Module.tabulate(model, KEY, X, **options_of_flax)
     assert "vjp_flops" in plain
-    found = lines_of(table(wing, model, **options))
+    found = lines_of(table(api, model, **options))
     (linear,) = [row for row in found if row[0] == "linear"]
     assert linear.count("bfloat16[2,4]") == 2  # as it computes; Flax sees what the code sees
     seen = [[cell.replace("bfloat16", "float32") for cell in row] for row in found]
@@ -216,7 +216,7 @@ def test_repeated_calls_of_a_shared_linen_layer_each_show_what_held_in_them():
     assert cells(found)["(encode)"] == (SHORT, "scope")
 
 
-def test_a_flax_that_draws_its_tables_otherwise_is_refused(monkeypatch):
+def test_a_flax_that_draws_its_tables_otherwise_is_rejected(monkeypatch):
     monkeypatch.delattr(flax.linen.summary, "_render_table")
     text = r"'?_render_table'? is missing.*Pass policy_columns=False"
     with pytest.raises(RuntimeError, match=text):

@@ -1,4 +1,4 @@
-"""Both wings' WeightNorm and SpectralNorm: norms in float32, parameters kept as they are stored."""
+"""Both apis' WeightNorm and SpectralNorm: norms in float32, parameters kept as they are stored."""
 
 from typing import Any
 
@@ -16,17 +16,17 @@ from tests.mpmodules.table.running import built, dtypes_of, program
 
 KEY, X = jax.random.key(0), jax.random.normal(jax.random.key(1), (3, 4))
 NAMES = ("WeightNorm", "SpectralNorm in training")
-WRAPPERS = [(wing, case) for wing, case in CASES if str(case) in NAMES]
+WRAPPERS = [(api, case) for api, case in CASES if str(case) in NAMES]
 EACH = pytest.mark.parametrize(
-    ("wing", "case"), WRAPPERS, ids=[f"{wing}-{case}" for wing, case in WRAPPERS]
+    ("api", "case"), WRAPPERS, ids=[f"{api}-{case}" for api, case in WRAPPERS]
 )
 
 
 @pytest.mark.cases(slow=2)
 @EACH
 @pytest.mark.parametrize("policy", ["bfloat16", "p=bf16,c=f32"])
-def test_gradients_of_normalised_half_weights_are_finite_and_half(wing, case, policy):
-    call, params, inputs = built(wing, case, policy)
+def test_gradients_of_normalized_half_weights_are_finite_and_half(api, case, policy):
+    call, params, inputs = built(api, case, policy)
     gradient = jax.grad(lambda p: jnp.sum(call(p, *inputs).astype(jnp.float32) ** 2))(params)
     assert dtypes_of(gradient) == dtypes_of(params) == {"bfloat16"}
     assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in jax.tree.leaves(gradient))
@@ -34,8 +34,8 @@ def test_gradients_of_normalised_half_weights_are_finite_and_half(wing, case, po
 
 @pytest.mark.cases(fast=1)
 @EACH
-def test_a_dtype_of_the_layers_own_leaves_stored_weights_in_float32(wing, case):
-    run = program(wing, case, dtype=jnp.bfloat16)
+def test_a_dtype_of_the_layers_own_leaves_stored_weights_in_float32(api, case):
+    run = program(api, case, dtype=jnp.bfloat16)
     params, rest = run.init(KEY)
     y, after = run.apply(params, rest, run.inputs)
     assert y.dtype == jnp.bfloat16
@@ -44,8 +44,8 @@ def test_a_dtype_of_the_layers_own_leaves_stored_weights_in_float32(wing, case):
 
 @pytest.mark.cases(fast=1)
 @EACH
-def test_a_policy_applied_to_flaxs_own_model_reaches_the_wrappers(wing, case):
-    if wing == "linen":
+def test_a_policy_applied_to_flaxs_own_model_reaches_the_wrappers(api, case):
+    if api == "linen":
         ported: Any = linen.apply_policy(case.make(flax_linen), "mixed_bfloat16")
         variables = ported.init(KEY, X, **case.call)
         y, after = ported.apply(variables, X, mutable=["params", "batch_stats"], **case.call)
@@ -89,11 +89,11 @@ def test_the_layer_inside_gets_unrounded_weights_and_half_ones_stay_stored(wrapp
         model = getattr(nnx, wrapper)(layer, rngs=nnx.Rngs(1), **steps)
     y = model(x)
     wide = np.asarray(kernel, np.float64)
-    normalised = wide / np.linalg.norm(wide, axis=0 if wrapper == "WeightNorm" else None, ord=2)
-    np.testing.assert_allclose(y, np.asarray(x, np.float64) @ normalised, rtol=1e-5, atol=1e-5)
+    normalized = wide / np.linalg.norm(wide, axis=0 if wrapper == "WeightNorm" else None, ord=2)
+    np.testing.assert_allclose(y, np.asarray(x, np.float64) @ normalized, rtol=1e-5, atol=1e-5)
     stored = layer.kernel[...]
     assert stored.dtype == jnp.float16
-    np.testing.assert_allclose(stored, normalised, rtol=2**-10)
+    np.testing.assert_allclose(stored, normalized, rtol=2**-10)
 
 
 def test_linens_layer_inside_is_handed_unrounded_weights_under_a_policy():

@@ -25,7 +25,7 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback(tmp_path):
     assert "Traceback" not in ended.stderr and "BrokenPipe" not in ended.stderr
 
 
-def test_a_target_that_there_is_not_is_refused_before_the_users_code_is_loaded(tmp_path, capsys):
+def test_a_target_that_there_is_not_is_rejected_before_the_users_code_is_loaded(tmp_path, capsys):
     (tmp_path / "code.py").write_text("raise SystemExit('loaded')\n")
     arguments = ("--arg", "f32[2]", "--policy", "mixed_bfloat16", "--on", "v5f")
     for command in ("suggest", "estimate"):

@@ -132,7 +132,7 @@ def test_overwritten_values_become_the_largest_of_the_devices():
     np.testing.assert_array_equal(grads[OVERWRITE_WITH_GRADIENT], 7.0)
 
 
-def test_gradients_that_backward_has_summed_already_are_refused():
+def test_gradients_that_backward_has_summed_already_are_rejected():
     step = lambda p, x: all_reduce(jax.grad(loss_fn)(p, x), "i", "float32")  # noqa: E731
     told = r"w are the same over 'i': the backward pass summed them .* vary\(params, axis\)"
     with pytest.raises(ValueError, match=told):
@@ -140,7 +140,7 @@ def test_gradients_that_backward_has_summed_already_are_refused():
 
 
 @pytest.mark.slow
-def test_a_step_refuses_gradients_that_differ_between_devices_where_the_params_do_not():
+def test_a_step_rejects_gradients_that_differ_between_devices_where_the_params_do_not():
     tx = mixed_precision(optax.sgd(0.1), "float32")
 
     def step(params, x):

@@ -1,4 +1,4 @@
-"""A decoder of Llama's shape whose step is partitioned and rematerialised as a published run was.
+"""A decoder of Llama's shape whose step is partitioned and rematerialized as a published run was.
 
 Blocks as in `benchmarks/accel/scale_model.py`; the last layer and the loss are one function, which
 never holds the logits of all tokens.

@@ -74,7 +74,7 @@ class Attention(Module):
         # In a trace of a user's own code Flax may have sliced the float32 that stands for it.
         stands_in = bool(calls.half_states) and dtype.itemsize == 2
         stands_in = stands_in and variables.dtype == jnp.float32
-        if self.is_mutable_collection("cache") and not stands_in:  # Flax refuses others
+        if self.is_mutable_collection("cache") and not stands_in:  # Flax rejects others
             check_cache(variables, policy, dtype, where(self))
         if own is None and not stands_in:
             return {}

@@ -121,7 +121,7 @@ class DenseGeneral(Matmul, flax_nn.DenseGeneral):
 
 
 def _flattened(init: Callable[..., Any], flat: tuple[int, ...]) -> Callable[..., Any]:
-    """Returns an initialiser that runs `init` for the shape `flat`, as Flax does."""
+    """Returns an initializer that runs `init` for the shape `flat`, as Flax does."""
 
     def run(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         made = init(key, flat, dtype)

@@ -1,4 +1,4 @@
-"""The normalisations: statistics, scale and bias in reduction_dtype, one rounding at the end; and
+"""The normalizations: statistics, scale and bias in reduction_dtype, one rounding at the end; and
 those of weights, WeightNorm and SpectralNorm, which keep stored weights in their dtype.
 """
 
@@ -27,7 +27,7 @@ from policy.core.scope import computes_in_half, reduction_dtype_of
 
 
 class Normalization(Layer):
-    """Base class of the normalisations.
+    """Base class of the normalizations.
 
     The input is widened to reduction_dtype before the statistics, scale and bias are read in
     reduction_dtype, and the result is rounded once. Where the layer is a boundary, nothing is
@@ -69,13 +69,13 @@ class Normalization(Layer):
                 )
             fields = dtype_fields(self, policy) | half_safe_fields(self, policy.param_dtype)
             with fields_set(self, fields):
-                return self._normalised(norm, policy, dtype)
+                return self._normalized(norm, policy, dtype)
         with mixing_allowed():  # Flax asks how float64 promotes
             y = super()._call_layer(call)
         return y if policy is None else cast_array(y, dtype)
 
-    def _normalised(self, call: norms.NormCall, policy: Policy, dtype: DTypeLike) -> jax.Array:
-        """Normalises, with parameters and running statistics that are created or read as Flax's."""
+    def _normalized(self, call: norms.NormCall, policy: Policy, dtype: DTypeLike) -> jax.Array:
+        """Normalizes, with parameters and running statistics that are created or read as Flax's."""
         running = self._running(call, policy)
         takes_statistics = self._takes_statistics(call)
         scale = bias = None
@@ -153,7 +153,7 @@ class GroupNorm(Normalization, flax_nn.GroupNorm):
         given = self.num_groups, self.group_size
         return (
             norms.group_norm_region(self, x) if given.count(None) == 1 else None
-        )  # else Flax refuses
+        )  # else Flax rejects
 
 
 class InstanceNorm(Normalization, flax_nn.InstanceNorm):
@@ -177,7 +177,7 @@ class BatchNorm(Normalization, flax_nn.BatchNorm):
 
     Running statistics are stored in the wider of float32 and reduction_dtype, not in param_dtype.
 
-    Under a policy, a batch without elements, or whose mask keeps none, is normalised by the running
+    Under a policy, a batch without elements, or whose mask keeps none, is normalized by the running
     statistics, which stay as they are; devices of `axis_name` whose mask keeps none are left out.
     Without a policy they become NaN, as in Flax.
 
@@ -203,11 +203,11 @@ class BatchNorm(Normalization, flax_nn.BatchNorm):
 
 
 class ReparameterizedWeights(Module):
-    """Base class of both wrappers, which count as modules and pass normalised weights to the layer
+    """Base class of both wrappers, which count as modules and pass normalized weights to the layer
     inside.
 
-    Weights are widened to reduction_dtype before their norm is taken. While the layer initialises
-    (and wherever the params are mutable) Flax stores the normalised weights: there they are rounded
+    Weights are widened to reduction_dtype before their norm is taken. While the layer initializes
+    (and wherever the params are mutable) Flax stores the normalized weights: there they are rounded
     to the weights' dtype, so that param_dtype holds. Everywhere else the layer gets them unrounded
     under a policy, and rounds them once, as it would any weight; with no policy it gets them in
     Flax's `dtype`.
@@ -223,13 +223,13 @@ class ReparameterizedWeights(Module):
             return call.run(self)
 
     @flax_nn.nowrap
-    def _rounded(self, normalised: jax.Array, weights: jax.Array) -> jax.Array:
-        """Returns normalised weights in the dtype that the layer inside gets."""
+    def _rounded(self, normalized: jax.Array, weights: jax.Array) -> jax.Array:
+        """Returns normalized weights in the dtype that the layer inside gets."""
         if self.is_mutable_collection("params"):
-            return cast_array(normalised, weights.dtype)
+            return cast_array(normalized, weights.dtype)
         if self._obeys is not None:
-            return normalised
-        return cast_array(normalised, norms.inferred_dtype(self, weights))
+            return normalized
+        return cast_array(normalized, norms.inferred_dtype(self, weights))
 
     @flax_nn.nowrap
     def _name_of(self, path: Any) -> str:
@@ -258,8 +258,8 @@ class WeightNorm(ReparameterizedWeights, flax_nn.WeightNorm):
             shape = [weights.shape[axis] for axis in features]
             scale = self.param(f"{name}/scale", self.scale_init, shape, self.param_dtype)
         wide = widen(weights, reduction_dtype_of(weights))
-        normalised = norms.weight_norm(wide, scale, features=features, epsilon=self.epsilon)
-        return self._rounded(normalised, weights)
+        normalized = norms.weight_norm(wide, scale, features=features, epsilon=self.epsilon)
+        return self._rounded(normalized, weights)
 
 
 class SpectralNorm(ReparameterizedWeights, flax_nn.SpectralNorm):
@@ -279,7 +279,7 @@ class SpectralNorm(ReparameterizedWeights, flax_nn.SpectralNorm):
 
     def _spectral_normalize(self, path: Any, vs: Any, update_stats: bool) -> Any:
         weights, name = jnp.asarray(vs), self._name_of(path)
-        if not norms.is_normalised_by_spectrum(self, weights, "Input"):
+        if not norms.is_normalized_by_spectrum(self, weights, "Input"):
             return weights
         dtype = reduction_dtype_of(weights, jnp.zeros((), self.param_dtype))
         u_name, held = f"{name}/u", self.collection_name
@@ -287,9 +287,9 @@ class SpectralNorm(ReparameterizedWeights, flax_nn.SpectralNorm):
         u = self.variable(held, u_name, jax.random.normal, key, (1, weights.shape[-1]), dtype)
         sigma = self.variable(held, f"{name}/sigma", jnp.ones, (), dtype)
         wide = widen(weights, reduction_dtype_of(weights))
-        normalised, new_u, new_sigma = norms.spectral_norm(
+        normalized, new_u, new_sigma = norms.spectral_norm(
             wide, u.value, steps=self.n_steps, epsilon=self.epsilon
         )
         if update_stats:
             u.value, sigma.value = new_u, new_sigma
-        return self._rounded(normalised, weights)
+        return self._rounded(normalized, weights)

@@ -165,7 +165,7 @@ class LSTMCell(Cell, flax_nn.LSTMCell):
     Kernels and biases are created in param_dtype and cast where they are used, at every step: in an
     `RNN` the gradient of each is summed over the steps in reduction_dtype, and rounded once.
     Matmuls, gates, carry and output are in compute_dtype. A cell with a policy of its own returns
-    its output in output_dtype, and its carry in compute_dtype. Initialisers that JAX can't run in
+    its output in output_dtype, and its carry in compute_dtype. Initializers that JAX can't run in
     half precision run in float32.
 
     Example:
@@ -211,7 +211,7 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
     """`flax.linen.OptimizedLSTMCell` that obeys policies; dtypes as in `LSTMCell`.
 
     Its matmuls are of all four gates at once: no rule can reach one of them, and a path rule that
-    matches nothing but its parts is refused.
+    matches nothing but its parts is rejected.
 
     Example:
       >>> layer = linen.OptimizedLSTMCell(3, dtype_policy="p=f32,c=bf16")

@@ -119,7 +119,7 @@ def _rotated(x: jax.Array, rope: Any, positions: jax.Array | None) -> jax.Array:
 
 
 class EMA(flax_nnx.EMA):
-    """`flax.nnx.EMA` that refuses half-precision variables: such an average stops following them.
+    """`flax.nnx.EMA` that rejects half-precision variables: such an average stops following them.
 
     A step of it, `(1 - decay) (param - ema)`, is lost in rounding where it is below half an ulp:
     with a decay of 0.999 a bfloat16 average of a weight that falls from 1 to 0 stays at 1. The

@@ -1,4 +1,4 @@
-"""The normalisations: statistics, scale and bias in reduction_dtype, one rounding at the end; and
+"""The normalizations: statistics, scale and bias in reduction_dtype, one rounding at the end; and
 those of weights, WeightNorm and SpectralNorm, which keep stored weights in their dtype.
 """
 
@@ -27,7 +27,7 @@ from policy.core.scope import Source, reduction_dtype_of
 
 
 class Normalization(Layer):
-    """Base class of the normalisations.
+    """Base class of the normalizations.
 
     Input, scale, bias and running statistics are widened to reduction_dtype before anything is
     computed, and the result is rounded once. Where the layer is a boundary, nothing is rounded on
@@ -67,18 +67,18 @@ class Normalization(Layer):
             with mixing_allowed(not is_users):
                 return call.run(in_complex(self, call) or self)
         if call.policy is not None:
-            return self._normalised(norm, call.policy, dtype)
+            return self._normalized(norm, call.policy, dtype)
         stored = [v[...] for v in (*self._parameters(), *self._running()) if v is not None]
         with mixing_allowed():  # what Flax infers, asked for without computing anything
             dtype = canonicalize_dtype(norm.x, *stored, dtype=self.dtype)
         if any(is_half(d) for d in (dtype, norm.x.dtype, *(v.dtype for v in stored))):
-            return self._normalised(norm, None, dtype)
+            return self._normalized(norm, None, dtype)
         return call.run(self)
 
-    def _normalised(
+    def _normalized(
         self, call: norms.NormCall, policy: Policy | None, dtype: DTypeLike
     ) -> jax.Array:
-        """Normalises, and updates running statistics in the dtype that they are stored in."""
+        """Normalizes, and updates running statistics in the dtype that they are stored in."""
         scale, bias = (None if p is None else p[...] for p in self._parameters())
         running, takes_statistics = self._running(), self._takes_statistics(call)
         chooses = policy is not None and self._chooses_variance
@@ -171,7 +171,7 @@ class BatchNorm(Normalization, flax_nnx.BatchNorm):
 
     Running statistics are stored in the wider of float32 and reduction_dtype, not in param_dtype.
 
-    Under a policy, a batch without elements, or whose mask keeps none, is normalised by the running
+    Under a policy, a batch without elements, or whose mask keeps none, is normalized by the running
     statistics, which stay as they are; devices of `axis_name` whose mask keeps none are left out.
     Without a policy they become NaN, as in Flax.
 
@@ -204,7 +204,7 @@ class BatchNorm(Normalization, flax_nnx.BatchNorm):
 
 
 class ReparameterizedWeights(BuiltWithDtypes):
-    """Base class of both wrappers, which count as modules and normalise the weights of the layer
+    """Base class of both wrappers, which count as modules and normalize the weights of the layer
     inside in place.
 
     Flax overwrites those weights at each call. Here they are widened to reduction_dtype before
@@ -217,27 +217,27 @@ class ReparameterizedWeights(BuiltWithDtypes):
 
     def _call_with(
         self,
-        normalise: Callable[[Any, Any], jax.Array | None],
+        normalize: Callable[[Any, Any], jax.Array | None],
         state: Any,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Calls the layer inside with normalised weights, and then rounds them to their stored
+        """Calls the layer inside with normalized weights, and then rounds them to their stored
         dtypes.
 
         Args:
-          normalise: takes a path and a variable of `state`; None where it is left as it is.
+          normalize: takes a path and a variable of `state`; None where it is left as it is.
         """
         handed = []
         try:
             for path, variable in flax_nnx.to_flat_state(state):
                 weights = variable.get_value()
-                normalised = normalise(path, variable)
-                if normalised is None:
+                normalized = normalize(path, variable)
+                if normalized is None:
                     continue
                 if self.dtype_policy is None:  # what Flax hands on
-                    normalised = cast_array(normalised, norms.inferred_dtype(self, weights))
-                variable.set_value(normalised)
+                    normalized = cast_array(normalized, norms.inferred_dtype(self, weights))
+                variable.set_value(normalized)
                 handed.append((variable, weights.dtype))
             return self.layer_instance(*args, **kwargs)
         finally:
@@ -275,7 +275,7 @@ class WeightNorm(ReparameterizedWeights, flax_nnx.WeightNorm):
                     self.scales[path] = cast_array(scale, policy.param_dtype)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls the layer inside with normalised weights.
+        """Calls the layer inside with normalized weights.
 
         Args:
           x: the first argument of the layer inside.
@@ -283,9 +283,9 @@ class WeightNorm(ReparameterizedWeights, flax_nnx.WeightNorm):
           **kwargs: those that it takes by name.
         """
         state = flax_nnx.state(self.layer_instance)
-        return self._call_with(self._normalised, state, x, *args, **kwargs)
+        return self._call_with(self._normalized, state, x, *args, **kwargs)
 
-    def _normalised(self, path: Any, variable: Any) -> jax.Array | None:
+    def _normalized(self, path: Any, variable: Any) -> jax.Array | None:
         weights, scale = variable.get_value(), None
         is_floating = jnp.issubdtype(getattr(weights, "dtype", np.int32), jnp.inexact)
         if not self.variable_filter(path, variable) or not is_floating:
@@ -329,19 +329,19 @@ class SpectralNorm(ReparameterizedWeights, flax_nnx.SpectralNorm):
             statistic.set_value(value.astype(wide))
 
     def __call__(self, x: Any, update_stats: bool | None = None) -> Any:
-        """Calls the layer inside with normalised weights."""
+        """Calls the layer inside with normalized weights."""
         updates = first_from(
             update_stats,
             not self.use_running_average,
             error_msg="No `update_stats` was given to SpectralNorm, neither to its constructor nor "
             "to its call.",
         )
-        normalise = lambda path, variable: self._normalised(path, variable, updates)  # noqa: E731
-        return self._call_with(normalise, flax_nnx.state(self.layer_instance, flax_nnx.Param), x)
+        normalize = lambda path, variable: self._normalized(path, variable, updates)  # noqa: E731
+        return self._call_with(normalize, flax_nnx.state(self.layer_instance, flax_nnx.Param), x)
 
-    def _normalised(self, path: Any, variable: Any, updates: bool) -> jax.Array | None:
+    def _normalized(self, path: Any, variable: Any, updates: bool) -> jax.Array | None:
         weights = variable.get_value()
-        if not norms.is_normalised_by_spectrum(self, weights, "Layer instance parameter"):
+        if not norms.is_normalized_by_spectrum(self, weights, "Layer instance parameter"):
             return None
         if (*path, "u") not in self.batch_stats:
             raise RuntimeError(
@@ -352,10 +352,10 @@ class SpectralNorm(ReparameterizedWeights, flax_nnx.SpectralNorm):
         for statistic in (u, sigma):  # of a model that was built without us
             self._widen_statistic(statistic)
         wide = widen(weights, self._reduces(weights))
-        normalised, new_u, new_sigma = norms.spectral_norm(
+        normalized, new_u, new_sigma = norms.spectral_norm(
             wide, u.get_value(), steps=self.n_steps, epsilon=self.epsilon
         )
         if updates:
             u.set_value(new_u)
             sigma.set_value(new_sigma)
-        return normalised
+        return normalized

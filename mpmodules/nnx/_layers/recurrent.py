@@ -17,7 +17,7 @@ from mpmodules.calls.classes import is_upstream
 from mpmodules.functions.functional import HalfSafe, half_safe_inits, is_half, mixing_allowed, widen
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._module import Module
-from mpmodules.nnx._resolution import is_initialiser, viewed
+from mpmodules.nnx._resolution import is_initializer, viewed
 from policy.core.arrays import cast_floating
 
 _wraps: Any = functools.wraps  # typed, it would hide that a method is one
@@ -64,7 +64,7 @@ class Cell(Layer):
     ) -> dict[str, Any]:
         parameters = inspect.signature(upstream_init).parameters.values()
         defaults = {
-            p.name: p.default for p in parameters if is_initialiser(p.name) and p.name not in kwargs
+            p.name: p.default for p in parameters if is_initializer(p.name) and p.name not in kwargs
         }
         return kwargs | half_safe_inits(defaults, kwargs.get("param_dtype", jnp.float32))
 
@@ -87,7 +87,7 @@ class Cell(Layer):
         Args:
           input_shape: the shape of the input of one step.
           rngs: the keys that `carry_init` draws with.
-          carry_init: the initialiser; None is the cell's own, or zeros.
+          carry_init: the initializer; None is the cell's own, or zeros.
 
         Returns:
           The carry: an array, or a tuple of arrays.
@@ -128,7 +128,7 @@ class LSTMCell(Cell, flax_nnx.LSTMCell):
     Kernels and biases are created in param_dtype and cast where they are used, at every step: in an
     `RNN` the gradient of each is summed over the steps in reduction_dtype, and rounded once.
     Matmuls, gates, carry and output are in compute_dtype. A cell with a policy of its own returns
-    its output in output_dtype, and its carry in compute_dtype. Initialisers that JAX can't run in
+    its output in output_dtype, and its carry in compute_dtype. Initializers that JAX can't run in
     half precision run in float32.
 
     Example:

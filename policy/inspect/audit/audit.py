@@ -36,7 +36,7 @@ _CHECKS = (
     carries.narrowed_carries,
     carries.narrowed_states,
     widening.mixed_matmuls,
-    eight_bits.dequantised_matmuls,
+    eight_bits.dequantized_matmuls,
     widening.silent_promotions,
     widening.float32_matmuls,
     widening.default_precisions,
@@ -104,7 +104,7 @@ def audit(
     Raises:
       TypeError: `fn` can't be called, or `params` is of another kind; any exception of `fn` while
         it is traced.
-      ValueError: the policy is malformed, or can't be honoured here; `rules` without `policy`, or a
+      ValueError: the policy is malformed, or can't be honored here; `rules` without `policy`, or a
         rule that matches nothing; `backward` without a floating output or argument; `params`
         without `backward`, or naming arguments where modules hold the parameters.
     """

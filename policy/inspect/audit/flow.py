@@ -146,7 +146,7 @@ def makers(value: Value, operands: OperandsOf, most: float = math.inf) -> Iterat
 
 def in_order(value: Value, goes_on: Passes) -> Iterator[Node]:
     """Yields the nodes that a value is made by within one iteration of every loop, the first ones
-    first. Nodes that `goes_on` refuses, and those that only they depend on, are left out.
+    first. Nodes that `goes_on` rejects, and those that only they depend on, are left out.
     """
     seen, waiting = set[Node](), [(value.maker, False)]
     while waiting:

@@ -11,7 +11,7 @@ from policy.inspect.audit.findings import Finding as Finding
 from policy.inspect.audit.operations import AuditFigures
 from policy.inspect.audit.operations import Operation as Operation
 from policy.inspect.audit.render.text import text
-from policy.inspect.render.text import shows_colour
+from policy.inspect.render.text import shows_color
 
 _TOTALS = "flops_by_dtype bytes_by_dtype matmul_flops_by_dtype f32_matmul_share"
 _FIGURES = f"name policy attention {_TOTALS} eight_bit_matmul_share".split()
@@ -62,9 +62,9 @@ class Audit(AuditFigures):
     def show(self, file: TextIO | None = None) -> None:
         """Prints the audit to `file` or the standard output.
 
-        It is in colour on a terminal, unless NO_COLOR is set.
+        It is in color on a terminal, unless NO_COLOR is set.
         """
-        print(text(self, colour=shows_colour(file or sys.stdout)), file=file)
+        print(text(self, color=shows_color(file or sys.stdout)), file=file)
 
     def __str__(self) -> str:
         return text(self)

@@ -102,7 +102,7 @@ def compare(
     Raises:
       TypeError: `fn` is not a function; there are no arrays, or only their shapes; `params` doesn't
         select arguments; with `backward`, there is no loss.
-      ValueError: the policy is malformed, or can't be honoured here; `rules` without `policy`;
+      ValueError: the policy is malformed, or can't be honored here; `rules` without `policy`;
         the model carries a policy of another dtype; `loss_scale` is not positive, or `on` is no
         device; `params` names arguments where modules
         hold the parameters; with `backward`, there is no floating argument; `beside` is a function
@@ -292,7 +292,7 @@ class Findings:
     def jumps(self, place: ModulePass, one: Measurement) -> np.ndarray:
         """Returns the steps in which a value's error is made at the place itself.
 
-        A gradient that is zero except for rounding, such as that of a bias before a normalisation,
+        A gradient that is zero except for rounding, such as that of a bias before a normalization,
         has no meaningful error.
         """
         jumps = one.errors > JUMP * np.maximum(self.entering(place, one), self.floor)
@@ -464,9 +464,9 @@ def _notes(found: _Measured, rows: Sequence[Row], unpaired: Sequence[str]) -> It
 
 
 def _notes_on_float32(program: Program, unpaired: Sequence[str]) -> Iterable[str]:
-    if program.refused:
+    if program.rejected:
         yield (
-            f"The function can't be traced in float32 ({program.refused}). The reference is the "
+            f"The function can't be traced in float32 ({program.rejected}). The reference is the "
             "same program with wider dtypes, whose constants keep their rounding to half precision."
         )
     elif unpaired:

@@ -37,7 +37,7 @@ from policy.inspect.traced.upcast import Upcast, dtype_of, widen
 from policy.programs.jaxprs import Equation, OpenJaxpr, bind, live_part, opened, scan_arity
 from policy.programs.paths import divided, once
 from policy.programs.primitives import INLINED
-from policy.programs.reading.matmul_operands import LIMITS_CODES, QuantisedOperand
+from policy.programs.reading.matmul_operands import LIMITS_CODES, QuantizedOperand
 from policy.programs.rewriting.interpreter import CONTROL_FLOW, handler_of, manual_axes
 
 Dtypes = Literal["as written", "float32"]
@@ -101,7 +101,7 @@ class Log:
 
     places: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
     measurements: list[Measurement] = dataclasses.field(default_factory=list)
-    codes: list[tuple[QuantisedOperand, DTypeLike]] = dataclasses.field(default_factory=list)
+    codes: list[tuple[QuantizedOperand, DTypeLike]] = dataclasses.field(default_factory=list)
     inner_scans: dict[int, int] = dataclasses.field(default_factory=dict)
     keys: itertools.count[int] = dataclasses.field(default_factory=itertools.count)
 

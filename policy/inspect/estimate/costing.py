@@ -325,7 +325,7 @@ def compiled_step(lowered: Any, target: Target, names: Sequence[str]) -> Compile
       names: the path of each array that the program takes.
 
     Raises:
-      ValueError: the compiler refuses it, for another reason than memory.
+      ValueError: the compiler rejects it, for another reason than memory.
     """
     start = time.process_time()
     try:
@@ -337,7 +337,7 @@ def compiled_step(lowered: Any, target: Target, names: Sequence[str]) -> Compile
             compiled, dump = compiled_with_dump(lowered, xla_gpu_enable_triton_gemm=False)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
-            f"{target.name}'s compiler refuses the program: {str(error).splitlines()[0]}"
+            f"{target.name}'s compiler rejects the program: {str(error).splitlines()[0]}"
         ) from error
     seconds = time.process_time() - start
     # libtpu's `memory_analysis` counts gaps between temporaries twice. It alone has the code, which

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from policy.inspect.estimate.rows import EstimateRows
 from policy.inspect.estimate.text import estimate_text
-from policy.inspect.render.text import shows_colour
+from policy.inspect.render.text import shows_color
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Estimate(EstimateRows):
     def show(self, file: TextIO | None = None) -> None:
         """Prints the estimate to `file` or the standard output.
 
-        It is in colour on a terminal, unless NO_COLOR is set.
+        It is in color on a terminal, unless NO_COLOR is set.
         """
-        print(estimate_text(self, colour=shows_colour(file or sys.stdout)), file=file)
+        print(estimate_text(self, color=shows_color(file or sys.stdout)), file=file)
 
     def __str__(self) -> str:
         return estimate_text(self)

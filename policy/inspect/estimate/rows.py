@@ -156,7 +156,7 @@ class PolicyCost:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation: `model_flops` in `seconds` as a share of the `peak` of all
+        """Model FLOPs utilization: `model_flops` in `seconds` as a share of the `peak` of all
         devices; None if unknown. Chowdhery et al. 2022, "PaLM" (arXiv:2204.02311), appendix B.
         """
         if not self.seconds or not self.peak or not self.model_flops:

@@ -66,7 +66,7 @@ def _saved(name: str) -> list[str]:
 
 
 def require_names(row: Candidate, jaxpr: Any) -> None:
-    """Refuses a row that saves values by names that its program does not have.
+    """Rejects a row that saves values by names that its program does not have.
 
     Raises:
       ValueError: the message has the names that there are.
@@ -148,7 +148,7 @@ def _several(given: Any) -> tuple[Any, ...]:
 
 
 def require_parameters(fn: Any, is_example: bool, options: Sequence[str]) -> None:
-    """Refuses options that a function does not take.
+    """Rejects options that a function does not take.
 
     Raises:
       ValueError: it is no example, or it has no such parameter.

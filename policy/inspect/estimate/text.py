@@ -211,14 +211,14 @@ def remarks_of(estimate: EstimateRows) -> Iterator[tuple[str, Sequence[str]]]:
 # --------------------------------------------------------------------------------------------------
 
 
-def estimate_text(estimate: EstimateRows, *, colour: bool = False) -> str:
+def estimate_text(estimate: EstimateRows, *, color: bool = False) -> str:
     """Returns an estimate as text: the rows, their exchanges, and the buffers of those that lack
     memory.
 
     A figure beside "x" is a ratio of the first row's. Of a search the exchanges are those of the
     front.
     """
-    paint = Paint(colour)
+    paint = Paint(color)
     shown = (estimate.front or estimate.rows[:1]) if estimate.is_search else estimate.rows
     parts = [
         _head(estimate, paint),

@@ -1,4 +1,4 @@
-"""Reports as text: colours, short names of dtypes, and numbers with units."""
+"""Reports as text: colors, short names of dtypes, and numbers with units."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _PARTS = {"s": 1.0, "ms": 1e3, "µs": 1e6, "ns": 1e9}
 _BINARY = {"Ti": 2.0**40, "Gi": 2.0**30, "Mi": 2.0**20, "Ki": 2.0**10}
 
 
-def shows_colour(file: TextIO) -> bool:
-    """Returns whether a file is a terminal that shows colours, and NO_COLOR is not set."""
+def shows_color(file: TextIO) -> bool:
+    """Returns whether a file is a terminal that shows colors, and NO_COLOR is not set."""
     return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 class Paint:
-    """Colours text by the name of a style, or leaves it as it is.
+    """Colors text by the name of a style, or leaves it as it is.
 
     >>> from policy.inspect.render.text import Paint
     >>> Paint(False)("bad", "no"), Paint(True)("bad", "no")
     ('no', '\\x1b[31mno\\x1b[0m')
     """
 
-    def __init__(self, colour: bool):
-        self.colour = colour
+    def __init__(self, color: bool):
+        self.color = color
 
     def __call__(self, style: str, words: str) -> str:
-        return f"\x1b[{_STYLES[style]}m{words}\x1b[0m" if self.colour and words else words
+        return f"\x1b[{_STYLES[style]}m{words}\x1b[0m" if self.color and words else words
 
 
 def short(dtype: str) -> str:

@@ -188,9 +188,7 @@ def _record(line: str) -> RunRecord | None:
 def _lines(path: Path) -> Iterator[str]:
     """Yields the lines of a file that are complete and not empty."""
     if not path.is_file():
-        raise ValueError(
-            f"There is no file {path}. Give the file that policy.inspect.RunLog wrote."
-        )
+        raise ValueError(f"There is no file {path}. Give the file that a RunLog wrote.")
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.endswith("\n") and line.strip():

@@ -15,15 +15,15 @@ _ROWS = 12  # of the table
 _SHOWN = 1e-3  # the least share that is shown
 
 
-def run_text(records: Sequence[RunRecord], name: str, *, colour: bool = False) -> str:
+def run_text(records: Sequence[RunRecord], name: str, *, color: bool = False) -> str:
     """Returns a run as text: a summary, its advice, and the rows that lose most.
 
     Args:
       records: of the run, in the order of their steps.
       name: of the log.
-      colour: marks words by escape codes of terminals.
+      color: marks words by escape codes of terminals.
     """
-    paint, advice = Paint(colour), advise(records)
+    paint, advice = Paint(color), advise(records)
     lines = [paint("bold", _printable(f"{name}: {summary(records, advice)}"))]
     alike: dict[tuple[str, int, str], list[Advice]] = {}
     for one in advice:

@@ -58,7 +58,7 @@ class Search:
       costs: the cost of each candidate in float32.
       alone: the result of `measure_alone` for each; filled by `survey`.
       known: the result of `measure` for sets.
-      refused: the sets that missed the budget when their rules were applied.
+      rejected: the sets that missed the budget when their rules were applied.
       runs: the number of measurements left: for all sets of few candidates; of many, 3 n log2(n),
         less one for the reference.
     """
@@ -68,7 +68,7 @@ class Search:
     costs: Sequence[float]
     alone: list[float] = dataclasses.field(default_factory=list)
     known: dict[WideModules, float] = dataclasses.field(default_factory=dict)
-    refused: set[WideModules] = dataclasses.field(default_factory=set)
+    rejected: set[WideModules] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
         count = len(self.costs)
@@ -88,12 +88,12 @@ class Search:
     def meets(self, wide: WideModules, budget: float) -> bool:
         """Returns whether the error of a set is within the budget, measuring it if needed."""
         error = self.error(wide)
-        return error is not None and error <= budget and wide not in self.refused
+        return error is not None and error <= budget and wide not in self.rejected
 
     def misses(self, wide: WideModules, budget: float) -> bool:
         """Returns whether the error of a set is above the budget, measuring it if needed."""
         error = self.error(wide)
-        return wide in self.refused or (error is not None and error > budget)
+        return wide in self.rejected or (error is not None and error > budget)
 
     def survey(self) -> None:
         """Measures each candidate by itself."""
@@ -199,7 +199,7 @@ class Search:
 
         Sets that cost less and are predicted to miss the budget by little are tried first: some of
         them meet it. After a miss the next set is chosen, and after two misses for a budget reduced
-        by the factor of the measurements' optimism. The last set tried has all candidates in
+        by the factor of the measurements' optimizm. The last set tried has all candidates in
         float32; its error may be above the budget.
 
         Args:
@@ -207,18 +207,18 @@ class Search:
           applied: returns the error of a set whose rules are applied.
         """
         nearly = self.nearly(self.least(budget), budget)
-        goal, optimism, attempt = budget, 1.0, 0
+        goal, optimizm, attempt = budget, 1.0, 0
         while True:
             attempt += 1
             late = attempt - len(nearly)
             wide = self.least(goal) if 0 < late < _MOST_CONFIRMATIONS else None
             wide = nearly[attempt - 1] if late <= 0 else wide
-            wide = self.every if wide is None or wide in self.refused else wide
+            wide = self.every if wide is None or wide in self.rejected else wide
             error = applied(wide)
             if error <= budget or wide == self.every:
                 return wide, error, attempt
-            self.refused.add(wide)
+            self.rejected.add(wide)
             if late > (2 if len(self.costs) <= FEW else 0):
                 measured = self.known.get(wide, error)
-                optimism = max(optimism, error / measured if measured else math.inf)
-                goal = 0.999 * budget / optimism
+                optimizm = max(optimizm, error / measured if measured else math.inf)
+                goal = 0.999 * budget / optimizm

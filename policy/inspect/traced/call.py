@@ -344,7 +344,7 @@ class Program:
       route: the origin of its half precision: as it is written, by the scope of a policy, or by
         autocast.
       reference: its differences from the function in float32.
-      refused: the reason why the function can't be traced in float32; "" if it can.
+      rejected: the reason why the function can't be traced in float32; "" if it can.
       codes: its casts to 8 bits.
     """
 
@@ -354,7 +354,7 @@ class Program:
     gradients: tuple[str, ...]
     route: Route = "as written"
     reference: Reference = NO_REFERENCE
-    refused: str = ""
+    rejected: str = ""
     codes: Codes = NO_CODES
 
     def note_on_draws(self) -> str:
@@ -422,7 +422,7 @@ def checked_policy(policy: Policy | str | None) -> Policy | None:
     """Returns the policy, parsed from its text form if needed.
 
     Raises:
-      TypeError, ValueError: it is not a policy, or can't be honoured here.
+      TypeError, ValueError: it is not a policy, or can't be honored here.
     """
     return None if policy is None else require_usable(get_policy(policy))
 
@@ -446,7 +446,7 @@ def program_of(call: Call, policy: Policy | None, rules: PolicyRules | None = No
 
     It is the program of the layers that obey the policy's scope, or else autocast's. Code that
     names a half dtype explicitly may have no float32 trace; any exception of that becomes
-    `refused`.
+    `rejected`.
 
     Args:
       call: the call to trace.
@@ -459,16 +459,16 @@ def program_of(call: Call, policy: Policy | None, rules: PolicyRules | None = No
     if not any(map(is_half, dtypes_of(opened(program.jaxpr)[0]))):
         return program  # already float32
     arguments = dataclasses.replace(call.arguments, arrays=wide_arguments(call.arguments.arrays))
-    wide, refused = None, ""
+    wide, rejected = None, ""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             wide_call = dataclasses.replace(call, arguments=arguments)
             wide = wide_call.program(lambda fn, _: in_float32(fn))
     except Exception as error:
-        refused = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        rejected = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     reference = reference_of(program.jaxpr, None if wide is None else wide.jaxpr)
-    return dataclasses.replace(program, reference=reference, refused=refused)
+    return dataclasses.replace(program, reference=reference, rejected=rejected)
 
 
 def short_text(policy: Policy) -> str:

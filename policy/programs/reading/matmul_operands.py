@@ -39,7 +39,7 @@ def dependences(graph: Graph, params: Collection[int]) -> dict[int, int]:
 
 
 def is_cotangent(node: Node) -> bool:
-    """Returns whether a node is in the backward pass and is not rematerialised there."""
+    """Returns whether a node is in the backward pass and is not rematerialized there."""
     return node.site.is_backward and not node.site.is_recomputed
 
 
@@ -119,7 +119,7 @@ _PRODUCTS = primitives.DOTS | primitives.CONVOLUTIONS
 _BETWEEN = primitives.MINMAX | primitives.MOVES_DATA | {"select_n"}
 
 
-class QuantisedOperand(NamedTuple):
+class QuantizedOperand(NamedTuple):
     """A cast that makes the codes of an operand.
 
     Attributes:
@@ -142,7 +142,7 @@ class Codes:
       inner: the equations of this library's matmuls whose results are codes or scales.
     """
 
-    operands: dict[CastPlace, QuantisedOperand] = dataclasses.field(default_factory=dict)
+    operands: dict[CastPlace, QuantizedOperand] = dataclasses.field(default_factory=dict)
     roundings: frozenset[CastPlace] = frozenset()
     inner: frozenset[CastPlace] = frozenset()
 
@@ -166,7 +166,7 @@ def codes_of(jaxpr: Any, params: Collection[int] = ()) -> Codes:
         return NO_CODES
     graph = Graph(jaxpr)
     made_of = dependences(graph, params)
-    operands: dict[CastPlace, QuantisedOperand] = {}
+    operands: dict[CastPlace, QuantizedOperand] = {}
     roundings: set[CastPlace] = set()
     for node in graph.nodes:
         if node.name != "convert_element_type" or not is_eight_bits(node.out.dtype):
@@ -178,7 +178,7 @@ def codes_of(jaxpr: Any, params: Collection[int] = ()) -> Codes:
         kind: CodedSide = "weight" if on == PARAMETER else "input"
         kind = "cotangent" if on & COTANGENT else kind
         if paths := _multiplied_at(node, kind == "cotangent"):
-            operands[place_of_site(node.site)] = QuantisedOperand(kind, paths)
+            operands[place_of_site(node.site)] = QuantizedOperand(kind, paths)
         if _is_of_ours(node.site):
             roundings.update(_roundings_behind(node.inputs[0]))
             if node.out.dtype == "int8":

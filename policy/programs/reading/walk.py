@@ -202,7 +202,7 @@ def _owner(file: str) -> Literal["user", "library", "tool"]:
 
 
 def _may_be_of_a_layer(file: str) -> bool:
-    """Returns whether layers are defined in a file: no file that our two wings share does."""
+    """Returns whether layers are defined in a file: no file that our two APIs share does."""
     _, ours, inside = file.rpartition(f"{os.sep}mpmodules{os.sep}")
     is_shared = bool(ours) and not inside.startswith((f"linen{os.sep}", f"nnx{os.sep}"))
     return file.startswith(_folders()) and not is_shared

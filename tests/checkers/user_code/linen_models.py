@@ -1,4 +1,4 @@
-"""User code with linen: what type checkers are to accept, to refuse (``# error: mypy's; pyright's``) and to reveal."""
+"""User code with linen: what type checkers are to accept, to reject (``# error: mypy's; pyright's``) and to reveal."""
 
 import abc
 from typing import Any

@@ -18,7 +18,7 @@ from mpmodules.layers import attention_calls
 from policy import use_policy
 
 RNG = np.random.default_rng(0)
-WINGS: dict[str, Any] = {"linen": linen, "nnx": nnx}
+APIS: dict[str, Any] = {"linen": linen, "nnx": nnx}
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 AXES = P(("data", "fsdp"), None, "model")
 
@@ -74,19 +74,19 @@ SHARDED: dict[str, tuple[dict[str, Any], P]] = {
 
 
 @pytest.mark.parametrize("how", SHARDED)
-@pytest.mark.parametrize("wing", WINGS)
-def test_automatic_axes_are_named_in_a_scope(wing, how):
+@pytest.mark.parametrize("api", APIS)
+def test_automatic_axes_are_named_in_a_scope(api, how):
     shapes, axes = SHARDED[how]
     operands = qkv(**shapes)
     with jax.set_mesh(mesh_of(AUTO, AUTO, AUTO)), use_policy(None, attention_axes=axes):
         operands = jax.device_put(operands, P(("data", "fsdp")))
         mask = np.tri(128, dtype=bool)
-        assert_agree(*both(WINGS[wing].dot_product_attention, operands, mask=mask))
+        assert_agree(*both(APIS[api].dot_product_attention, operands, mask=mask))
 
 
-@pytest.mark.parametrize("wing", WINGS)
-def test_automatic_axes_are_named_by_an_argument_and_by_flaxs_logical_rules(wing):
-    operands, attend = qkv(), WINGS[wing].dot_product_attention
+@pytest.mark.parametrize("api", APIS)
+def test_automatic_axes_are_named_by_an_argument_and_by_flaxs_logical_rules(api):
+    operands, attend = qkv(), APIS[api].dot_product_attention
     with jax.set_mesh(mesh_of(AUTO, AUTO, AUTO)):
         assert_agree(*both(attend, operands, attention_axes=AXES))
         rules = (("batch", ("data", "fsdp")), ("heads", "model"), ("embed", "fsdp"))
@@ -157,10 +157,10 @@ def test_segments_windows_and_empty_rows_are_those_of_the_formula():
             assert_agree(*[run(name, kind, lengths, ids, *operands) for name in ("splash", "xla")])
 
 
-@pytest.mark.parametrize("wing", WINGS)
-def test_layers_run_it_under_scan_remat_and_vmap(wing):
-    attend = functools.partial(WINGS[wing].dot_product_attention, implementation="splash")
-    formula = functools.partial(WINGS[wing].dot_product_attention, implementation="xla")
+@pytest.mark.parametrize("api", APIS)
+def test_layers_run_it_under_scan_remat_and_vmap(api):
+    attend = functools.partial(APIS[api].dot_product_attention, implementation="splash")
+    formula = functools.partial(APIS[api].dot_product_attention, implementation="xla")
     operands = qkv(key_heads=4)
 
     def stacked(attend, *operands):
@@ -207,7 +207,7 @@ def test_attention_of_own_code_is_split_as_that_of_layers(monkeypatch, kinds, ax
         assert_agree(kernel, formula, tolerance=0.03)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], P]] = {
+REJECTED: dict[str, tuple[dict[str, Any], P]] = {
     "a batch of 3 over 4 devices": ({"batch": (3,)}, AXES),
     "3 heads and 3 key heads over 2 devices": ({"heads": 3, "key_heads": 3}, AXES),
     "6 heads and 3 key heads over 4 devices": (
@@ -217,9 +217,9 @@ REFUSED: dict[str, tuple[dict[str, Any], P]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_does_not_divide_is_refused_by_name_where_insisted_on_and_left_to_xla_else(what):
-    shapes, axes = REFUSED[what]
+@pytest.mark.parametrize("what", REJECTED)
+def test_what_does_not_divide_is_rejected_by_name_where_insisted_on_and_left_to_xla_else(what):
+    shapes, axes = REJECTED[what]
     with jax.set_mesh(mesh_of(AUTO, AUTO, AUTO)), use_policy(None, attention_axes=axes):
         operands = qkv(**shapes)
         nnx.dot_product_attention(*operands)
@@ -227,7 +227,7 @@ def test_what_does_not_divide_is_refused_by_name_where_insisted_on_and_left_to_x
             nnx.dot_product_attention(*operands, implementation="splash")
 
 
-def test_operands_sharded_in_other_ways_are_refused():
+def test_operands_sharded_in_other_ways_are_rejected():
     with jax.set_mesh(mesh_of(EXPLICIT, EXPLICIT, EXPLICIT)):
         attend = functools.partial(nnx.dot_product_attention, implementation="splash")
         positions = jax.device_put(qkv(), P("data", "model"))
@@ -238,7 +238,7 @@ def test_operands_sharded_in_other_ways_are_refused():
             attend(jax.device_put(query, P("data")), key, value)
 
 
-def test_an_axis_that_the_mesh_does_not_have_is_refused():
+def test_an_axis_that_the_mesh_does_not_have_is_rejected():
     text = "names 'tensor', but the axes of the mesh"
     with jax.set_mesh(mesh_of(AUTO, AUTO, AUTO)), pytest.raises(ValueError, match=text):
         nnx.dot_product_attention(*qkv(), attention_axes=P("tensor"))

@@ -21,7 +21,7 @@ from policy.core.scope import traced_for
 
 HALVES = ["bfloat16", "float16"]
 RNG, KEY = np.random.default_rng(0), jax.random.key(0)
-WINGS: dict[str, Any] = {"linen": linen, "nnx": nnx}
+APIS: dict[str, Any] = {"linen": linen, "nnx": nnx}
 
 
 def qkv(half, heads=4, key_heads=4, queries=3, length=5, batch=(2,)) -> Any:
@@ -88,7 +88,7 @@ def test_a_row_without_keys_is_uniform_forward_and_finite_backward(half):
     assert bool(jnp.isfinite(jax.grad(lambda q: weights(q).sum())(query).astype(jnp.float32)).all())
 
 
-REFUSED: list[tuple[str, Any]] = [
+REJECTED: list[tuple[str, Any]] = [
     ("must have same rank, but got 4, 3, 4", lambda q, k, v: (q, k[0], v)),
     ("batch dims must match, but got shapes", lambda q, k, v: (q, k[:1], v)),
     ("lengths must match, but got 5 and 4", lambda q, k, v: (q, k, v[:, :4])),
@@ -98,17 +98,17 @@ REFUSED: list[tuple[str, Any]] = [
 
 
 @pytest.mark.cases(fast=1)
-@pytest.mark.parametrize(("message", "change"), REFUSED)
-def test_shapes_that_do_not_fit_are_refused(message, change):
+@pytest.mark.parametrize(("message", "change"), REJECTED)
+def test_shapes_that_do_not_fit_are_rejected(message, change):
     with pytest.raises(ValueError, match=message):
         attention.check_shapes(*change(*qkv("float32")))
 
 
 @pytest.mark.cases(fast=1)
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_soft_cap_limits_the_logits_before_the_bias(wing, dtype):
-    attend = WINGS[wing].dot_product_attention
+def test_a_soft_cap_limits_the_logits_before_the_bias(api, dtype):
+    attend = APIS[api].dot_product_attention
     query, key, value = (4 * x for x in qkv(dtype))
     bias = jnp.asarray(RNG.normal(size=(2, 4, 3, 5)), dtype)
     found = attend(query, key, value, bias, soft_cap=2.0)
@@ -161,11 +161,11 @@ def test_the_gradient_by_the_logits_sums_to_zero_over_the_keys(half):
 
 @pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_backward_keeps_weights_in_half_and_masks_as_they_came(wing, masked):
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_backward_keeps_weights_in_half_and_masks_as_they_came(api, masked):
     query, key, value = qkv("bfloat16")
     mask = jnp.ones((2, 1, 3, 5), bool) if masked else None
-    function = WINGS[wing].dot_product_attention
+    function = APIS[api].dot_product_attention
     _, backward = jax.vjp(lambda q, k, v: function(q, k, v, mask=mask), query, key, value)
     kept = jax.tree.leaves(backward)
     wide = [leaf.shape for leaf in kept if leaf.dtype == jnp.float32]
@@ -177,10 +177,10 @@ def test_backward_keeps_weights_in_half_and_masks_as_they_came(wing, masked):
 
 
 @pytest.mark.cases(fast=1)
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
 @pytest.mark.parametrize("dtype", [*HALVES, "float32"])
-def test_no_keys_give_zeros_and_one_key_gives_its_value(wing, dtype):
-    function = WINGS[wing].dot_product_attention
+def test_no_keys_give_zeros_and_one_key_gives_its_value(api, dtype):
+    function = APIS[api].dot_product_attention
     query, key, value = qkv(dtype)
     np.testing.assert_array_equal(function(query, key[:, :0], value[:, :0]), 0)
     expected = jnp.broadcast_to(value[:, :1], query.shape)
@@ -214,11 +214,11 @@ def kernel(monkeypatch):
 
 
 @pytest.mark.cases(slow=3)
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("with_mask", [False, True])
-def test_the_fused_kernel_is_picked_and_agrees(kernel, wing, half, with_mask):
-    function = WINGS[wing].dot_product_attention
+def test_the_fused_kernel_is_picked_and_agrees(kernel, api, half, with_mask):
+    function = APIS[api].dot_product_attention
     query, key, value = qkv(half, queries=4, length=6, batch=(2, 3))
     allowed = jnp.asarray(RNG.random(size=(2, 3, 1, 1, 6)) > 0.3).at[..., 0].set(True)
     mask = allowed if with_mask else None
@@ -267,9 +267,9 @@ PICKED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.cases(fast=1, slow=20)
 @pytest.mark.parametrize("what", [*PICKED_NOT, *PICKED])
-@pytest.mark.parametrize("wing", WINGS)
-def test_the_fused_kernel_is_picked_for_what_it_can_do(kernel, monkeypatch, wing, what):
-    if (wing, what) == ("nnx", "float32"):
+@pytest.mark.parametrize("api", APIS)
+def test_the_fused_kernel_is_picked_for_what_it_can_do(kernel, monkeypatch, api, what):
+    if (api, what) == ("nnx", "float32"):
         pytest.skip("Flax's own, which calls JAX's")
     asked = {"capability": "9.0", "devices": 1, "length": 4, "width": 64, "dtype": "bfloat16"}
     asked |= PICKED_NOT.get(what, {}) | PICKED.get(what, {})
@@ -277,23 +277,23 @@ def test_the_fused_kernel_is_picked_for_what_it_can_do(kernel, monkeypatch, wing
     monkeypatch.setattr(jax, "local_devices", lambda: [Device(capability)])
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     x = jax.ShapeDtypeStruct((1, asked.pop("length"), 2, asked.pop("width")), asked.pop("dtype"))
-    jax.eval_shape(lambda x: WINGS[wing].dot_product_attention(x, x, x, **asked), x)
+    jax.eval_shape(lambda x: APIS[api].dot_product_attention(x, x, x, **asked), x)
     assert bool(kernel) is (what in PICKED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_an_attention_layer_uses_the_kernel_and_its_attention_fn_overrides_it(kernel, wing):
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_an_attention_layer_uses_the_kernel_and_its_attention_fn_overrides_it(kernel, api):
     x = jnp.ones((2, 4, 16))
 
     def call(**options):
-        if wing == "linen":
+        if api == "linen":
             return linen.MultiHeadDotProductAttention(2, **options).init_with_output(
                 jax.random.key(0), x
             )[0]
         return nnx.MultiHeadAttention(2, 16, decode=False, rngs=flax_nnx.Rngs(0), **options)(x)
 
-    function = WINGS[wing].dot_product_attention
+    function = APIS[api].dot_product_attention
     with use_policy("mixed_bfloat16"):
         call()
         assert len(kernel) == 1
@@ -301,15 +301,15 @@ def test_an_attention_layer_uses_the_kernel_and_its_attention_fn_overrides_it(ke
     assert len(kernel) == 1
 
 
-def kernels_of(wing, device, **shape):
+def kernels_of(api, device, **shape):
     """Counts the kernels in a gradient that is traced for a device, attention's results kept."""
     options: dict[str, Any] = {"is_causal": True}
-    if wing == "linen":
+    if api == "linen":
         options = {"mask": linen.make_causal_mask(jnp.ones((2, shape["length"])))}
     x = jax.ShapeDtypeStruct((2, shape["length"], 4, shape["width"]), "bfloat16")
 
     def loss(query, key, value):
-        attend = functools.partial(WINGS[wing].dot_product_attention, **options)
+        attend = functools.partial(APIS[api].dot_product_attention, **options)
         kept = jax.checkpoint_policies.save_only_these_names("attention")
         return jnp.sum(jax.checkpoint(attend, policy=kept)(query, key, value).astype("float32"))
 
@@ -320,14 +320,14 @@ def kernels_of(wing, device, **shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wing", WINGS)
-def test_cudnns_kernel_is_traced_for_a_gpu_that_is_not_there(monkeypatch, wing):
-    found = kernels_of(wing, Device("9.0"), length=256, width=64)
+@pytest.mark.parametrize("api", APIS)
+def test_cudnns_kernel_is_traced_for_a_gpu_that_is_not_there(monkeypatch, api):
+    found = kernels_of(api, Device("9.0"), length=256, width=64)
     assert found == {"Softmax": 1, "SoftmaxBackward": 1, "CAUSAL": 2}
-    assert not kernels_of(wing, Device("7.5"), length=256, width=64)
-    assert not kernels_of(wing, Device("9.0"), length=256, width=136)  # JAX asks the process's GPU
+    assert not kernels_of(api, Device("7.5"), length=256, width=64)
+    assert not kernels_of(api, Device("9.0"), length=256, width=136)  # JAX asks the process's GPU
     monkeypatch.setattr(cudnn_attention, "_ahead_of_time", lambda: None)  # a JAX without the name
-    assert not kernels_of(wing, Device("9.0"), length=256, width=64)
+    assert not kernels_of(api, Device("9.0"), length=256, width=64)
 
 
 def test_a_mask_is_given_to_the_kernel_as_causality_where_it_is_no_other(kernel):
@@ -339,7 +339,7 @@ def test_a_mask_is_given_to_the_kernel_as_causality_where_it_is_no_other(kernel)
     assert given == [(True, True), (False, False), (False, True)]
 
 
-REFUSALS: list[tuple[dict[str, Any], str]] = [
+REJECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"implementation": "flash"}, "should be None, 'xla', 'cudnn' or 'splash', but got 'flash'"),
     (
         {"implementation": "cudnn", "dropout_rate": 0.5, "precision": "highest"},
@@ -352,13 +352,13 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_an_implementation_that_can_not_do_what_is_asked_is_refused():
-    for wing in WINGS.values():
-        for options, text in REFUSALS:
+def test_an_implementation_that_can_not_do_what_is_asked_is_rejected():
+    for api in APIS.values():
+        for options, text in REJECTIONS:
             with pytest.raises(ValueError, match=text):
-                wing.dot_product_attention(*qkv("bfloat16"), **options)
-    refused = pytest.raises(ValueError, match="does not support reduction_dtype=float64")
-    with jax.enable_x64(True), use_policy("c=bf16,p=f32,o=f32,reduction=f64"), refused:
+                api.dot_product_attention(*qkv("bfloat16"), **options)
+    rejected = pytest.raises(ValueError, match="does not support reduction_dtype=float64")
+    with jax.enable_x64(True), use_policy("c=bf16,p=f32,o=f32,reduction=f64"), rejected:
         linen.dot_product_attention(*qkv("bfloat16"), implementation="cudnn")
 
 

@@ -161,7 +161,7 @@ def test_sizes_that_are_not_known_are_upstreams():
         assert jax.export.export(pool)(x).out_avals[0].ndim == 4
 
 
-def test_wrong_arguments_are_refused_with_upstreams_words():
+def test_wrong_arguments_are_rejected_with_upstreams_words():
     wrong: Any = ((2, 2), (1,)), ((2, 2), None, (1, 1)), ((2, 2, 2, 2),)
     for arguments in wrong:
         with pytest.raises(Exception) as theirs:

@@ -25,7 +25,7 @@ from tests.benchmarks.accelerators import target
 from tests.eight_devices import run_tests_on_eight_devices
 
 RNG = np.random.default_rng(0)
-WINGS: dict[str, Any] = {"linen": linen, "nnx": nnx}
+APIS: dict[str, Any] = {"linen": linen, "nnx": nnx}
 CALL = 'custom_call_target="tpu_custom_call"'
 needs_one_device = pytest.mark.skipif(
     jax.device_count() != 1, reason="needs a process with one device"
@@ -120,13 +120,13 @@ def test_the_kernel_is_exact_to_its_inputs_dtype_forward_and_backward(interprete
 
 
 @pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("wing", WINGS)
-def test_layers_of_both_wings_run_the_kernel_and_agree_with_xlas(interpreter, wing):
+@pytest.mark.parametrize("api", APIS)
+def test_layers_of_both_apis_run_the_kernel_and_agree_with_xlas(interpreter, api):
     x = jnp.asarray(RNG.normal(size=(2, 128, 32)), jnp.float32)
 
     def gradient(implementation: str) -> Any:
-        attend = functools.partial(WINGS[wing].dot_product_attention, implementation=implementation)
-        if wing == "linen":
+        attend = functools.partial(APIS[api].dot_product_attention, implementation=implementation)
+        if api == "linen":
             module = linen.MultiHeadDotProductAttention(2, attention_fn=attend)
             layer: Any = lambda x: module.init_with_output(jax.random.key(0), x)[0]  # noqa: E731
         else:
@@ -170,7 +170,7 @@ def is_picked(function, *operands, **options) -> bool:
 
 
 # What the kernel can't do, as it is told: shapes and dtypes, and options of the call.
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+REJECTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "float16 queries": ({"dtype": "float16"}, {}),
     "float32 queries": ({"dtype": "float32"}, {}),
     "100 queries and 128 keys (both should be multiples of 128)": ({"queries": 100}, {}),
@@ -187,10 +187,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.cases(fast=1)
 @needs_one_device
-@pytest.mark.parametrize("what", REFUSED)
-@pytest.mark.parametrize("wing", WINGS)
-def test_for_what_it_cannot_do_the_kernel_is_not_picked_and_refused_where_insisted_on(wing, what):
-    attend, (shapes, options) = WINGS[wing].dot_product_attention, REFUSED[what]
+@pytest.mark.parametrize("what", REJECTED)
+@pytest.mark.parametrize("api", APIS)
+def test_for_what_it_cannot_do_the_kernel_is_not_picked_and_rejected_where_insisted_on(api, what):
+    attend, (shapes, options) = APIS[api].dot_product_attention, REJECTED[what]
     assert not is_picked(attend, *qkv(**shapes), **options)
     text = rf"implementation='splash' does not support .*{re.escape(what)}"
     with pytest.raises(ValueError, match=text):
@@ -198,9 +198,9 @@ def test_for_what_it_cannot_do_the_kernel_is_not_picked_and_refused_where_insist
 
 
 @needs_one_device
-@pytest.mark.parametrize("wing", WINGS)
-def test_the_kernel_is_picked_for_what_it_can_do(wing):
-    attend = WINGS[wing].dot_product_attention
+@pytest.mark.parametrize("api", APIS)
+def test_the_kernel_is_picked_for_what_it_can_do(api):
+    attend = APIS[api].dot_product_attention
     assert is_picked(attend, *qkv())
     assert is_picked(attend, *qkv(heads=4, width=80, batch=(2, 3)), mask=np.tri(128, dtype=bool))
     assert is_picked(attend, *qkv(), mask=jnp.ones((1, 1, 1, 128), bool))
@@ -242,7 +242,7 @@ def test_elsewhere_the_program_computes_what_xlas_does_in_every_mode():
     jax.tree.map(np.testing.assert_array_equal, results(None), results("xla"))
 
 
-def test_operands_that_vary_over_different_axes_are_refused():
+def test_operands_that_vary_over_different_axes_are_rejected():
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     attend = functools.partial(nnx.dot_product_attention, implementation="splash")
     mapped = jax.shard_map(attend, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"))
@@ -308,7 +308,7 @@ def test_under_automatic_sharding_xlas_program_stays_and_within_shard_map_the_ke
 
 @pytest.mark.slow
 @needs_one_device
-def test_where_axes_are_named_the_kernel_is_there_once_for_a_scanned_and_rematerialised_layer(
+def test_where_axes_are_named_the_kernel_is_there_once_for_a_scanned_and_rematerialized_layer(
     topology,
 ):
     mesh = topology.mesh({"data": 2, "model": 2})

@@ -14,7 +14,7 @@ from flax import nnx
 
 from mpmodules import linen as nn
 from policy import DtypePolicyWarning, use_policy
-from tests.mpmodules.wings import KEY, MIXED, compact
+from tests.mpmodules.apis import KEY, MIXED, compact
 from tests.programs import apply, boundary_casts, named, operations
 
 X = jnp.ones((2, 4))
@@ -94,7 +94,7 @@ def test_a_lifted_class_with_a_policy_has_its_boundary_outside_of_the_transform(
     assert y.dtype == jnp.float32
 
 
-def test_rematerialised_classes_hand_on_compute_dtype():
+def test_rematerialized_classes_hand_on_compute_dtype():
     twice = compact(lambda x: nn.remat(Block)()(nn.remat(Block)()(x)))
     for model, count in ((nn.remat(Block)(dtype_policy=MIXED), 1), (twice(dtype_policy=MIXED), 2)):
         variables = model.init(KEY, X)

@@ -10,7 +10,7 @@ import pytest
 
 from mpmodules import linen as our_nn
 from policy import Policy, current_policy, use_policy
-from tests.mpmodules.wings import KEY, compact
+from tests.mpmodules.apis import KEY, compact
 from tests.programs import apply
 
 X = jnp.ones((2, 4))

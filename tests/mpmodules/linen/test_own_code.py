@@ -11,8 +11,8 @@ import pytest
 import policy
 from mpmodules import linen as nn
 from policy import audit, use_policy
+from tests.mpmodules.apis import KEY, MIXED, NORMAL, X, compact
 from tests.mpmodules.own_code_models import Layers, Net, Projection
-from tests.mpmodules.wings import KEY, MIXED, NORMAL, X, compact
 from tests.programs import apply, named, operations
 
 TOKENS = jnp.arange(16).reshape(2, 8)
@@ -313,10 +313,10 @@ def fresh_cache(nn: Any, how: str, where: str) -> Any:
 
 @pytest.mark.cases(fast=1, slow=8)
 @pytest.mark.parametrize("where", ["alone", "inside", "setup", "inside, setup", "scan"])
-@pytest.mark.parametrize("wing", ["ours", "port"])
+@pytest.mark.parametrize("api", ["ours", "port"])
 @pytest.mark.parametrize("how", ["slice", "at"])
-def test_a_fresh_cache_in_half_may_be_written_with_what_the_code_computes(how, wing, where):
-    if wing == "ours":
+def test_a_fresh_cache_in_half_may_be_written_with_what_the_code_computes(how, api, where):
+    if api == "ours":
         model = fresh_cache(nn, how, where).clone(dtype_policy=MIXED)
     else:
         model = nn.apply_policy(fresh_cache(flax_nn, how, where), MIXED)
@@ -333,17 +333,17 @@ def test_a_fresh_cache_in_half_may_be_written_with_what_the_code_computes(how, w
 
 
 @pytest.mark.cases(fast=1)
-@pytest.mark.parametrize("wing", [nn, flax_nn], ids=["ours", "a port"])
-def test_a_logical_constraint_shards_what_compute_dtype_has(wing: Any) -> None:
-    class Model(wing.Module):
-        @wing.compact
+@pytest.mark.parametrize("api", [nn, flax_nn], ids=["ours", "a port"])
+def test_a_logical_constraint_shards_what_compute_dtype_has(api: Any) -> None:
+    class Model(api.Module):
+        @api.compact
         def __call__(self, x):
-            x = wing.with_logical_constraint(wing.Dense(16)(x), ("batch", "time", "width"))
-            positions = self.param("positions", wing.initializers.normal(), (1, *x.shape[1:]))
-            return wing.with_logical_constraint(x + positions, ("batch", "time", "width"))
+            x = api.with_logical_constraint(api.Dense(16)(x), ("batch", "time", "width"))
+            positions = self.param("positions", api.initializers.normal(), (1, *x.shape[1:]))
+            return api.with_logical_constraint(x + positions, ("batch", "time", "width"))
 
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
-    model = nn.apply_policy(Model(), MIXED) if wing is flax_nn else Model(dtype_policy=MIXED)
+    model = nn.apply_policy(Model(), MIXED) if api is flax_nn else Model(dtype_policy=MIXED)
     variables = model.init(KEY, TOKEN_VECTORS)
     rules = (("batch", "data"), ("time", None), ("width", None))
     with jax.set_mesh(mesh), flax_nn.logical_axis_rules(rules):

@@ -16,7 +16,7 @@ import pytest
 
 from mpmodules import linen as our_nn
 from policy import current_policy, use_policy
-from tests.mpmodules.wings import KEY, MIXED, compact, dtypes
+from tests.mpmodules.apis import KEY, MIXED, compact, dtypes
 from tests.programs import apply, boundary_casts, named, operations
 
 apply_policy = our_nn.apply_policy
@@ -227,7 +227,7 @@ def test_a_method_however_it_is_given_is_a_boundary(model, method):
     assert casts[-1].outputs == ("float32",) and len(casts) <= 2
 
 
-def test_a_public_method_of_an_unbound_port_may_initialise_it():
+def test_a_public_method_of_an_unbound_port_may_initialize_it():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -304,7 +304,7 @@ keeping = functools.partial(apply_policy, own_code="keep")
 HALF = "p=f16,c=bf16,o=f32"
 
 
-def initialised(model: Any) -> dict[str, str]:
+def initialized(model: Any) -> dict[str, str]:
     """Dtypes of the variables that `model.init` makes, by path, collections included."""
     return dtypes(jax.eval_shape(model.init, KEY, X))
 
@@ -378,17 +378,17 @@ def expected(name: str, dtype: str) -> str:
 @pytest.mark.parametrize("name", MAKERS)
 def test_parameters_that_a_module_creates_itself_come_in_param_dtype(name):
     model = MAKERS[name]
-    plain = initialised(model)
+    plain = initialized(model)
     assert "float32" in plain.values()
     for policy, dtype in ((HALF, "float16"), ("bfloat16", "bfloat16"), (MIXED, "float32")):
         port = keeping(model, policy)
-        assert initialised(port) == {name: expected(name, dtype) for name in plain}
+        assert initialized(port) == {name: expected(name, dtype) for name in plain}
     assert matmul_dtypes(keeping(model, "bfloat16"), X) == {"bfloat16"}
 
 
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("name", ["compact", "setup", "boxed", "scan", "vmap"])
-def test_their_values_are_those_of_the_initialisers_in_float32_rounded(name):
+def test_their_values_are_those_of_the_initializers_in_float32_rounded(name):
     maker = MAKERS[name]
     plain, half, mixed = (
         model.init(KEY, X) for model in (maker, keeping(maker, HALF), keeping(maker, MIXED))

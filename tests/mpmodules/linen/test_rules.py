@@ -1,7 +1,7 @@
 """Which policy a linen layer obeys: by rules, where it is shared, bound or called from several
 places, and where none is in force any more.
 
-`tests/mpmodules/test_precedence.py` has the levels of precedence, for both wings.
+`tests/mpmodules/test_precedence.py` has the levels of precedence, for both APIs.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from policy import (
     set_policy,
     use_policy,
 )
-from tests.mpmodules.wings import KEY, MIXED, compact
+from tests.mpmodules.apis import KEY, MIXED, compact
 from tests.programs import named, operations
 
 X = jnp.ones((2, 3, 4))
@@ -291,13 +291,13 @@ def test_an_open_call_wins_over_the_parent_chain():
 
 
 TEXT = (
-    r"^Small was initialised under 'params=float32,compute=bfloat16,.*', but is applied with no "
+    r"^Small was initialized under 'params=float32,compute=bfloat16,.*', but is applied with no "
     r"policy in force, so "
 )
 
 
 def small() -> Any:
-    """A class of its own, of which no model was initialised yet."""
+    """A class of its own, of which no model was initialized yet."""
 
     class Small(nn.Module):
         is_training: bool = True
@@ -309,14 +309,14 @@ def small() -> Any:
     return Small
 
 
-def initialised(policy: Any = MIXED, cls: Any = None) -> Any:
+def initialized(policy: Any = MIXED, cls: Any = None) -> Any:
     cls = cls or small()
     with use_policy(policy):
         return cls, cls().init(KEY, ROWS)
 
 
 def test_apply_without_the_policy_of_init_warns_once_for_a_class_whatever_the_instance():
-    net, variables = initialised()
+    net, variables = initialized()
     with pytest.warns(DtypePolicyWarning, match=TEXT) as told:
         net(is_training=False).apply(variables, ROWS)
         net().apply(variables, ROWS)
@@ -330,9 +330,9 @@ def test_apply_without_the_policy_of_init_warns_once_for_a_class_whatever_the_in
 
 
 def test_apply_without_the_policy_of_init_computes_as_flax_does():
-    net, variables = initialised("p=bf16,c=f32,o=f32")
+    net, variables = initialized("p=bf16,c=f32,o=f32")
     x = ROWS.astype(jnp.bfloat16)
-    with pytest.warns(DtypePolicyWarning, match="^Small was initialised"):
+    with pytest.warns(DtypePolicyWarning, match="^Small was initialized"):
         y: Any = net().apply(variables, x)
     expected: Any = flax_nn.Dense(3).apply({"params": variables["params"]["Dense_0"]}, x)
     assert y.dtype == expected.dtype == jnp.bfloat16
@@ -353,7 +353,7 @@ def test_a_traced_init_and_the_global_policy_count():
 
 
 def test_a_block_around_the_call_is_an_answer_whatever_it_says():
-    net, variables = initialised()
+    net, variables = initialized()
     for policy in (None, "float32", "mixed_bfloat16", "float16"):
         with use_policy(policy):
             net().apply(variables, ROWS)
@@ -363,22 +363,22 @@ def test_a_block_around_the_call_is_an_answer_whatever_it_says():
 
 @pytest.mark.slow
 def test_other_models_summaries_and_reports_are_silent():
-    net, variables = initialised()
+    net, variables = initialized()
     other = small()
     other().apply(variables, ROWS)  # another class
     wide = {"params": {"Dense_0": nn.Dense(3).init(KEY, jnp.ones((2, 9)))["params"]}}
     net().apply(wide, jnp.ones((2, 9)))  # another model of the class
     net().init(KEY, ROWS)  # made again, without: it is meant for both
     net().apply(variables, ROWS)
-    initialised(cls=net)
+    initialized(cls=net)
     net().apply(variables, ROWS)
-    net, variables = initialised("float32")  # which computes as no policy does
+    net, variables = initialized("float32")  # which computes as no policy does
     net().apply(variables, ROWS)
     for model in (net(dtype_policy=MIXED), nn.apply_policy(net(), MIXED)):
         with use_policy("float16"):
             own = model.init(KEY, ROWS)
         assert jax.eval_shape(model.apply, own, ROWS).dtype == jnp.float32
-    net, variables = initialised()
+    net, variables = initialized()
     with use_policy(MIXED):
         net().tabulate(KEY, ROWS)
         audit(net().apply, variables, ROWS)

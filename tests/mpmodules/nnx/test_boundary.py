@@ -16,7 +16,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules import nnx, use_policy
 from policy import DtypePolicyWarning
-from tests.mpmodules.wings import MIXED, NnxModel
+from tests.mpmodules.apis import MIXED, NnxModel
 from tests.programs import boundary_casts, operations
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)

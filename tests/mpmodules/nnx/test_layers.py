@@ -189,7 +189,7 @@ def test_multi_head_attention_takes_rope():
     np.testing.assert_allclose(y[1], alone[0], atol=1e-6)
 
 
-REFUSED = (
+REJECTED = (
     r"An EMA should be of float32 params, but kernel is {0}: in half precision the average "
     r"stops following them\. Average the masters, master_params\(nnx\.state\(model, nnx\.Param\), "
     r"optimizer\), or cast_floating"
@@ -217,11 +217,11 @@ def test_an_ema_of_float32_params_is_flaxs():
 @pytest.mark.cases(fast=1)
 @newer
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_an_ema_of_half_precision_params_is_refused_by_name(dtype):
-    with pytest.raises(ValueError, match=REFUSED.format(dtype)):
+def test_an_ema_of_half_precision_params_is_rejected_by_name(dtype):
+    with pytest.raises(ValueError, match=REJECTED.format(dtype)):
         nnx.EMA(linear(dtype), 0.9)
     ema = nnx.EMA(cast_floating(nnx.state(linear(dtype)), "float32"), 0.9)
-    with pytest.raises(ValueError, match=REFUSED.format(dtype)):
+    with pytest.raises(ValueError, match=REJECTED.format(dtype)):
         ema.update(linear(dtype))
     nnx.EMA(linear(dtype), 0.9, only=nnx.BatchStat)  # tracks none of them
 

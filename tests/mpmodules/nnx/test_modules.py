@@ -268,7 +268,7 @@ def test_a_method_that_init_calls_does_not_warn_that_the_module_has_no_policy():
             plain(X)  # another module does
 
 
-def test_a_policy_that_is_set_by_hand_is_refused_and_the_module_stays_as_it_was():
+def test_a_policy_that_is_set_by_hand_is_rejected_and_the_module_stays_as_it_was():
     class Late(nnx.Module):
         def __init__(self, rngs: Any):
             self.net = Net(rngs=rngs)

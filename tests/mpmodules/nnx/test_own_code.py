@@ -15,8 +15,8 @@ from flax import nnx as flax_nnx
 import policy
 from mpmodules import nnx
 from policy import DtypePolicyWarning, audit
+from tests.mpmodules.apis import MIXED, Text, X, dense, layer_norm, weight
 from tests.mpmodules.own_code_models import NnxBlock, NnxNet, NnxProjection, error
-from tests.mpmodules.wings import MIXED, Text, X, dense, layer_norm, weight
 from tests.programs import named, operations
 
 TOKEN_VECTORS = jax.random.normal(jax.random.key(1), (2, 8, 16))

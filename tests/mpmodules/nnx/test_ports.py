@@ -30,7 +30,7 @@ import policy
 from mpmodules import get_policy, nnx, use_policy
 from mpmodules.nnx import apply_policy
 from policy import DtypePolicyWarning
-from tests.mpmodules.wings import NnxModel
+from tests.mpmodules.apis import NnxModel
 from tests.programs import named
 
 BF16, F16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)

@@ -121,7 +121,7 @@ def test_aux_argnums_and_filters_work_as_in_flax():
     assert len(jax.tree.leaves(kernel_only)) == 2 < len(jax.tree.leaves(gradients))
 
 
-def test_the_framework_free_one_refuses_a_model_and_takes_its_state(model):
+def test_the_framework_free_one_rejects_a_model_and_takes_its_state(model):
     for held in (model, {"model": model, "w": X}, model.inner.kernel):
         with pytest.raises(TypeError, match=r"Argument 0 holds nnx ref.*mpmodules\.nnx\.val"):
             plain_value_and_grad(lambda held: loss_of(model, X))(held)
@@ -300,7 +300,7 @@ def test_resync_follows_what_was_written_to_the_model(policy):
     assert (np.asarray(kernel[...], np.float32) != 0.25).any()
 
 
-def test_params_beside_those_that_the_optimizer_steps_are_refused_by_name():
+def test_params_beside_those_that_the_optimizer_steps_are_rejected_by_name():
     model = nnx.Sequential(*(nnx.Linear(3, 3, rngs=nnx.Rngs(0)) for _ in range(2)))
     only_head = nnx.All(nnx.Param, nnx.PathContains(1))
     tx = mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
@@ -361,7 +361,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plain_transform_refuses_them_and_flaxs_errors_and_other_optimizer_stand():
+def test_a_plain_transform_rejects_them_and_flaxs_errors_and_other_optimizer_stand():
     model, _ = trained("bfloat16", None)
     optimizer: Any = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     with pytest.raises(

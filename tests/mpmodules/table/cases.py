@@ -1,4 +1,4 @@
-"""Every layer of both wings, in each setting that changes what it computes: the rows of the table
+"""Every layer of both APIs, in each setting that changes what it computes: the rows of the table
 of contracts.
 """
 
@@ -28,14 +28,14 @@ class Case:
     """One layer in one setting.
 
     Attributes:
-      layer: its name in the catalogue.
+      layer: its name in the catalog.
       setting: what the case is about, beside the layer's name.
-      make: makes it, from Flax's wing or from ours, with the dtype arguments given. linen:
+      make: makes it, from Flax's API or from ours, with the dtype arguments given. linen:
         ``make(nn, **dtypes)``; nnx: ``make(nnx, rngs, **dtypes)``.
-      inputs: what it is initialised, and called, with. A cell's are its carry and these.
+      inputs: what it is initialized, and called, with. A cell's are its carry and these.
       call: keyword arguments of the call.
       method: what is called.
-      steps: what it is called with where that differs from what it is initialised with.
+      steps: what it is called with where that differs from what it is initialized with.
       prepare: what is done to an nnx layer before its call.
       is_module: whether its call is a boundary as a root under a scope: containers and attention
         are modules.
@@ -66,7 +66,7 @@ class Case:
 def layer(
     name: str, setting: str, *given: Any, inputs: Any = (ROWS,), call: Any = (), **arguments: Any
 ) -> Case:
-    """A layer of either wing, made from positional arguments, keyword arguments, and nnx's keys."""
+    """A layer of either API, made from positional arguments, keyword arguments, and nnx's keys."""
     method = arguments.pop("method", "__call__")
 
     def make(lib: Any, rngs: Any = None, **dtypes: Any) -> Any:
@@ -146,7 +146,7 @@ def _dropout(deterministic: bool, lib: Any, rngs: Any = None, **_: Any) -> Any:
 
 
 def _shared(*width: int) -> list[Case]:
-    """Cases of both wings. nnx's layers are given their `width` first."""
+    """Cases of both APIs. nnx's layers are given their `width` first."""
 
     def norm(name: str, setting: str = "", call: Any = (), **arguments: Any) -> Case:
         return layer(name, setting, *width, inputs=(IMAGE,), call=call, **arguments)
@@ -231,7 +231,7 @@ LINEN = [
     _linen_attention(_DOT, "sown", call={"sow_weights": True}),
     _linen_attention(_DOT, "masked", call={"mask": CAUSAL}),
     _linen_attention(_DOT, "decoding", decode=True),
-    _linen_attention(_DOT, "normalised", normalize_qk=True),
+    _linen_attention(_DOT, "normalized", normalize_qk=True),
     _linen_attention(_DOT, "forced", force_fp32_for_softmax=True),
     _linen_attention("MultiHeadAttention", "", inputs=_THREE),
     _linen_attention("MultiHeadAttention", "all at once", call=_ALL_AT_ONCE, **_DROPOUT),
@@ -271,7 +271,7 @@ NNX = [
     _nnx_attention("masked", call={"mask": CAUSAL}),
     _nnx_attention("of grouped queries", num_kv_heads=1),
     _nnx_attention("decoding", decode=True),
-    _nnx_attention("normalised", normalize_qk=True),
+    _nnx_attention("normalized", normalize_qk=True),
     _nnx_attention("all at once", call=_ALL_AT_ONCE, num_kv_heads=1, **_DROPOUT),
     Case("Sequential", "", _nnx_sequential, is_module=True),
     Case("PReLU", "", lambda nnx, r, **kw: nnx.PReLU(**kw)),

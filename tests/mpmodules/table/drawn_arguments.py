@@ -440,12 +440,12 @@ def main(arguments: list[str] | None = None) -> int:
     cases = ((seed, *drawn(seed)) for seed in itertools.count(options.seed))
     chosen = (each for each in cases if options.layer in each[2].layer)
     found = {}
-    for seed, wing, case in itertools.islice(chosen, options.n):
-        found[seed] = faults(wing, case, seed, eager=seed % 10 == 0)
+    for seed, api, case in itertools.islice(chosen, options.n):
+        found[seed] = faults(api, case, seed, eager=seed % 10 == 0)
         if len(found) % 50 == 0:
             jax.clear_caches()
         for fault in found[seed]:
-            print(f"{seed} {wing} {case}: {fault}", flush=True)
+            print(f"{seed} {api} {case}: {fault}", flush=True)
     wrong = [seed for seed, said in found.items() if said]
     print(f"{len(wrong)} of {len(found)} draws from seed {options.seed} have a fault: {wrong}")
     return int(bool(wrong))

@@ -58,12 +58,10 @@ class Traced:
     out: Leaves
 
 
-def traced(
-    wing: str, case: Case, modules: Any, policy: str | None = None, **options: Any
-) -> Traced:
+def traced(api: str, case: Case, modules: Any, policy: str | None = None, **options: Any) -> Traced:
     """Traces a case; `options` are those of `program`."""
     with scope_of(policy):
-        run = program(wing, case, modules, **options)
+        run = program(api, case, modules, **options)
         types = (*jax.eval_shape(run.init, jax.random.key(0)), floating(run.inputs))
     leaves, treedef = jax.tree.flatten(types)
 
@@ -108,34 +106,34 @@ def values_of(layer: Traced, seed: int) -> list[Any]:
 
 
 def faults(
-    wing: str, case: Case, seed: int = 0, policies: Any = tuple(POLICIES), eager: bool = False
+    api: str, case: Case, seed: int = 0, policies: Any = tuple(POLICIES), eager: bool = False
 ) -> list[str]:
     """Returns what is wrong with a case, in words."""
     standard = jax.numpy_dtype_promotion("standard")  # Flax's causal masks of masks need it
     try:
         with standard:
-            theirs = traced(wing, case, THEIRS[wing])
+            theirs = traced(api, case, THEIRS[api])
     except Exception as error:
-        return accepted(wing, case, error)
+        return accepted(api, case, error)
     try:
         with standard:
-            ours = traced(wing, case, OURS[wing])
-        lows = {policy: traced(wing, case, OURS[wing], policy) for policy in policies}
+            ours = traced(api, case, OURS[api])
+        lows = {policy: traced(api, case, OURS[api], policy) for policy in policies}
     except Exception as error:
         return [f"raises, and Flax does not: {error!r:.400}"]
     values = values_of(theirs, seed)
     found = different(ours, theirs, values)
-    return found + rounded(wing, case, lows, exact(wing, case, values), values, eager)
+    return found + rounded(api, case, lows, exact(api, case, values), values, eager)
 
 
-def accepted(wing: str, case: Case, error: Exception) -> list[str]:
+def accepted(api: str, case: Case, error: Exception) -> list[str]:
     """Returns where we do not raise what Flax raises."""
 
     def of(policy: str | None) -> Any:
         promotion = "strict" if policy else "standard"
         try:
             with jax.numpy_dtype_promotion(promotion):
-                return traced(wing, case, OURS[wing], policy).out
+                return traced(api, case, OURS[api], policy).out
         except Exception as ours:
             return ours
 
@@ -175,21 +173,21 @@ def in_float64() -> Iterator[None]:
         yield
 
 
-def exact(wing: str, case: Case, values: list[Any]) -> Leaves:
+def exact(api: str, case: Case, values: list[Any]) -> Leaves:
     """Returns what Flax gives in float64."""
     names = ("dtype", "param_dtype", "lora_dtype", "lora_param_dtype")
     dtypes: Any = dict.fromkeys(names, jnp.float64)
     with in_float64(), jax.numpy_dtype_promotion("standard"):
-        run = traced(wing, case, THEIRS[wing], inputs_in=jnp.float64, **dtypes)
+        run = traced(api, case, THEIRS[api], inputs_in=jnp.float64, **dtypes)
         return jax.tree.map(np.asarray, jax.jit(run.both_ways)(values))
 
 
-def in_half(wing: str, case: Case, dtype: Any, values: list[Any]) -> Traced | None:
+def in_half(api: str, case: Case, dtype: Any, values: list[Any]) -> Traced | None:
     """Returns Flax's own layer in 16 bits, if it has one that runs."""
     for inputs_in in (dtype, jnp.float32):
         with contextlib.suppress(Exception):
             options: Any = {"inputs_in": inputs_in, "dtype": dtype, "lora_dtype": dtype}
-            run = traced(wing, case, THEIRS[wing], **options)
+            run = traced(api, case, THEIRS[api], **options)
             if "attention" in case.layer.lower():  # float16 that only GPUs multiply
                 jax.jit(run.both_ways).lower(values)
             return run
@@ -197,7 +195,7 @@ def in_half(wing: str, case: Case, dtype: Any, values: list[Any]) -> Traced | No
 
 
 def rounded(
-    wing: str, case: Case, lows: dict[str, Traced], truth: Leaves, values: list[Any], eager: bool
+    api: str, case: Case, lows: dict[str, Traced], truth: Leaves, values: list[Any], eager: bool
 ) -> list[str]:
     """Returns where we are further from float64 than Flax's layer in 16 bits."""
 
@@ -206,7 +204,7 @@ def rounded(
         return [{policy: low.both_ways(values) for policy, low in each.items()} for each in runs]
 
     with jax.numpy_dtype_promotion("standard"):
-        halves = {policy: in_half(wing, case, POLICIES[policy], values) for policy in lows}
+        halves = {policy: in_half(api, case, POLICIES[policy], values) for policy in lows}
         ours, theirs = jax.tree.map(np.asarray, jax.jit(all_of)(values))
     found = []
     for policy, got in ours.items():

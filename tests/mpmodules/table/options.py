@@ -39,7 +39,7 @@ def _nnx_promote(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> tu
     return tuple(None if x is None else jnp.asarray(x, jnp.float32) for x in args)
 
 
-# Options that the two wings name alike.
+# Options that the two APIs name alike.
 DENSE: list[dict[str, Any]] = [
     {"dtype": jnp.float32, "param_dtype": jnp.float32},
     {"precision": "highest"},
@@ -112,7 +112,7 @@ def _named(arguments: dict[str, Any]) -> str:
 
 
 def _shared(*width: int) -> list[Case]:
-    """Rows of both wings. nnx's layers are given their `width` first."""
+    """Rows of both APIs. nnx's layers are given their `width` first."""
     kernel, image = (*width, 6, (3, 3)), (IMAGE,)
     return [
         *_rows("Conv", kernel, CONV, image),

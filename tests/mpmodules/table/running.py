@@ -71,7 +71,7 @@ def in_dtype(inputs: Any, dtype: Any) -> Any:
 
 
 def program(
-    wing: str,
+    api: str,
     case: Case,
     modules: Any = None,
     *,
@@ -79,15 +79,15 @@ def program(
     inputs_in: Any = jnp.float32,
     **dtypes: Any,
 ) -> Program:
-    """The case in `wing`, from our modules or from `modules`.
+    """The case in `api`, from our modules or from `modules`.
 
     Args:
       composite: whether the layer is called by a module around it, instead of as the root.
       inputs_in: what floating inputs are in.
       dtypes: dtype arguments for the layer.
     """
-    make = linen_program if wing == "linen" else nnx_program
-    return make(case, OURS[wing] if modules is None else modules, composite, inputs_in, dtypes)
+    make = linen_program if api == "linen" else nnx_program
+    return make(case, OURS[api] if modules is None else modules, composite, inputs_in, dtypes)
 
 
 def linen_program(
@@ -145,11 +145,11 @@ Built = tuple[Callable[..., Any], Any, tuple[Any, ...]]
 
 
 def built(
-    wing: str, case: Case, policy: str | None = None, modules: Any = None, **options: Any
+    api: str, case: Case, policy: str | None = None, modules: Any = None, **options: Any
 ) -> Built:
     """Returns a call in a scope, of parameters and inputs; the parameters; and the inputs."""
     with scope_of(policy):
-        run = program(wing, case, modules, **options)
+        run = program(api, case, modules, **options)
         params, rest = jax.jit(run.init)(jax.random.key(0))
 
     def call(params: Any, *inputs: Any) -> Any:
@@ -187,10 +187,10 @@ def scope_of(policy: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if policy is None else use_policy(policy)
 
 
-def traced(wing: str, case: Case, policy: Any, **options: Any) -> Trace:
+def traced(api: str, case: Case, policy: Any, **options: Any) -> Trace:
     """The case under a policy, or None; `options` are those of `program`."""
     with scope_of(policy):
-        return _trace(program(wing, case, **options))
+        return _trace(program(api, case, **options))
 
 
 def _trace(run: Program) -> Trace:

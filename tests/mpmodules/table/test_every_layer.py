@@ -1,4 +1,4 @@
-"""Every layer of both wings under every policy: what is stored, multiplied, summed, returned and
+"""Every layer of both APIs under every policy: what is stored, multiplied, summed, returned and
 differentiated.
 
 Nothing here is run: each case is traced once for each policy, its gradients by parameters and by
@@ -39,7 +39,7 @@ _FLIP = {
     "scatter-add": "the transpose of reversing a sequence: a permutation, each place added to once"
 }
 
-# By wing, case and primitive: sums that round nothing.
+# By API, case and primitive: sums that round nothing.
 UNROUNDED_SUMS: dict[tuple[str, str], dict[str, str]] = {
     ("linen", "RNN of lengths"): _FLIP,
     ("nnx", "RNN of lengths"): _FLIP,
@@ -61,8 +61,8 @@ HALVES = frozenset(["bfloat16", "float16"])
 
 
 def each(cases: list[tuple[str, Case]]) -> pytest.MarkDecorator:
-    ids = [f"{wing}-{case}" for wing, case in cases]
-    return pytest.mark.parametrize(("wing", "case"), cases, ids=ids)
+    ids = [f"{api}-{case}" for api, case in cases]
+    return pytest.mark.parametrize(("api", "case"), cases, ids=ids)
 
 
 EACH_CASE = each(CASES)
@@ -71,20 +71,20 @@ EACH_CASE = each(CASES)
 _traces: dict[Any, Trace] = {}
 
 
-def trace_of(wing: str, case: Case, policy: str | None, composite: bool = False) -> Trace:
-    key = (wing, str(case), policy, composite)
+def trace_of(api: str, case: Case, policy: str | None, composite: bool = False) -> Trace:
+    key = (api, str(case), policy, composite)
     if key not in _traces:
-        _traces[key] = traced(wing, case, policy, composite=composite)
+        _traces[key] = traced(api, case, policy, composite=composite)
     return _traces[key]
 
 
-def both(wing: str, case: Case, policy: str) -> Iterator[Operation]:
+def both(api: str, case: Case, policy: str) -> Iterator[Operation]:
     """The operations of a case as the root, and inside a model, whose boundary hands it
     compute_dtype.
     """
-    yield from trace_of(wing, case, policy).ops
+    yield from trace_of(api, case, policy).ops
     if policy in INSIDE:
-        yield from trace_of(wing, case, policy, composite=True).ops
+        yield from trace_of(api, case, policy, composite=True).ops
 
 
 def narrow(ops: Iterable[Operation], names: frozenset[str], policy: Policy) -> set[str]:
@@ -100,28 +100,28 @@ def narrow(ops: Iterable[Operation], names: frozenset[str], policy: Policy) -> s
     }
 
 
-@pytest.mark.parametrize("wing", ("linen", "nnx"))
-def test_the_table_holds_every_layer_of_the_catalogue(wing):
-    rows = [row for row in docs_script("make_layers").LAYERS if wing in row.tests]
-    listed = {row.name for row in rows if hasattr(THEIRS[wing], row.name)}
-    names = [str(case) for at, case in CASES if at == wing]
-    assert {case.layer for at, case in CASES if at == wing} == listed
+@pytest.mark.parametrize("api", ("linen", "nnx"))
+def test_the_table_holds_every_layer_of_the_catalog(api):
+    rows = [row for row in docs_script("make_layers").LAYERS if api in row.tests]
+    listed = {row.name for row in rows if hasattr(THEIRS[api], row.name)}
+    names = [str(case) for at, case in CASES if at == api]
+    assert {case.layer for at, case in CASES if at == api} == listed
     assert len(set(names)) == len(names)
 
 
-def parameters_are_stored_in_param_dtype_and_statistics_in_float32(wing, case, policy):
-    trace, policy = trace_of(wing, case, policy), get_policy(policy)
+def parameters_are_stored_in_param_dtype_and_statistics_in_float32(api, case, policy):
+    trace, policy = trace_of(api, case, policy), get_policy(policy)
     assert dtypes_of(trace.params) <= {policy.param_dtype.name}
     kept = policy.compute_dtype.name if case.setting == "decoding" else "float32"
-    if (wing, case.layer) == ("nnx", "WeightNorm"):
+    if (api, case.layer) == ("nnx", "WeightNorm"):
         kept = policy.param_dtype.name  # its scales are parameters, in a Variable of their own type
     assert dtypes_of(trace.rest) <= {kept}
     sown = {policy.compute_dtype.name} if case.call.get("sow_weights") else set()
     assert dtypes_of(trace.state) <= {kept} | sown
 
 
-def every_matmul_multiplies_compute_dtype(wing, case, policy):
-    found = [op for op in both(wing, case, policy) if op.name in MATMULS]
+def every_matmul_multiplies_compute_dtype(api, case, policy):
+    found = [op for op in both(api, case, policy) if op.name in MATMULS]
     compute = get_policy(policy).compute_dtype.name
     if case.layer == "SpectralNorm":  # its power iteration multiplies weights, in reduction_dtype
         found = [op for op in found if set(op.inputs) != {"float32"}]
@@ -131,23 +131,23 @@ def every_matmul_multiplies_compute_dtype(wing, case, policy):
     assert wide <= ({("float32",)} if "Attention" in case.layer else set())
 
 
-def every_sum_runs_in_reduction_dtype_forward_and_backward(wing, case, policy):
-    exempt = UNROUNDED_SUMS.get((wing, str(case)), {})
-    assert narrow(both(wing, case, policy), SUMS, get_policy(policy)) <= set(exempt)
+def every_sum_runs_in_reduction_dtype_forward_and_backward(api, case, policy):
+    exempt = UNROUNDED_SUMS.get((api, str(case)), {})
+    assert narrow(both(api, case, policy), SUMS, get_policy(policy)) <= set(exempt)
 
 
-def every_sum_and_matmul_of_init_runs_in_the_dtypes_of_a_call(wing, case, policy):
-    ops, resolved = trace_of(wing, case, policy).init, get_policy(policy)
-    exempt = UNROUNDED_SUMS.get((wing, str(case)), {})
+def every_sum_and_matmul_of_init_runs_in_the_dtypes_of_a_call(api, case, policy):
+    ops, resolved = trace_of(api, case, policy).init, get_policy(policy)
+    exempt = UNROUNDED_SUMS.get((api, str(case)), {})
     assert narrow(ops, SUMS, resolved) <= set(exempt)
-    # initialisers and SpectralNorm's power iteration multiply in float32
+    # initializers and SpectralNorm's power iteration multiply in float32
     multiplied = {dtype for op in ops if op.name in MATMULS for dtype in op.inputs}
     assert multiplied <= {resolved.compute_dtype.name, "float32"}
 
 
-def every_function_of_statistics_runs_in_reduction_dtype_forward_and_backward(wing, case, policy):
+def every_function_of_statistics_runs_in_reduction_dtype_forward_and_backward(api, case, policy):
     exempt = ELEMENTWISE.get(case.layer, {})
-    assert narrow(both(wing, case, policy), FUNCTIONS, get_policy(policy)) <= set(exempt)
+    assert narrow(both(api, case, policy), FUNCTIONS, get_policy(policy)) <= set(exempt)
 
 
 @pytest.mark.slow
@@ -155,28 +155,28 @@ def test_no_exception_is_out_of_use():
     """Layers without exceptions have none in use: every contract says so of them."""
     policy = get_policy("mixed_bfloat16")
     sums, functions = {}, {}
-    for wing, case in CASES:
-        if case.layer not in ELEMENTWISE and (wing, str(case)) not in UNROUNDED_SUMS:
+    for api, case in CASES:
+        if case.layer not in ELEMENTWISE and (api, str(case)) not in UNROUNDED_SUMS:
             continue
-        ops = list(both(wing, case, str(policy)))
-        sums[wing, str(case)] = narrow(ops, SUMS, policy)
+        ops = list(both(api, case, str(policy)))
+        sums[api, str(case)] = narrow(ops, SUMS, policy)
         functions.setdefault(case.layer, set()).update(narrow(ops, FUNCTIONS, policy))
     for listed, found in ((UNROUNDED_SUMS, sums), (ELEMENTWISE, functions)):
         in_use = {key: names for key, names in found.items() if names}
         assert {key: set(names) for key, names in listed.items()} == in_use
 
 
-def a_root_returns_what_it_is_and_a_model_around_it_returns_output_dtype(wing, case, policy):
+def a_root_returns_what_it_is_and_a_model_around_it_returns_output_dtype(api, case, policy):
     resolved = get_policy(policy)
     root = resolved.output_dtype if case.is_module else resolved.compute_dtype
-    assert dtypes_of(trace_of(wing, case, policy).out) == {root.name}
+    assert dtypes_of(trace_of(api, case, policy).out) == {root.name}
     if policy in INSIDE:
-        inside = trace_of(wing, case, policy, composite=True)
+        inside = trace_of(api, case, policy, composite=True)
         assert dtypes_of(inside.out) == {resolved.output_dtype.name}
 
 
-def gradients_come_back_in_the_dtypes_of_parameters_and_inputs(wing, case, policy):
-    trace = trace_of(wing, case, policy)
+def gradients_come_back_in_the_dtypes_of_parameters_and_inputs(api, case, policy):
+    trace = trace_of(api, case, policy)
 
     def same(gradient: Any, value: Any) -> None:
         assert (gradient.shape, gradient.dtype) == (value.shape, value.dtype)
@@ -185,11 +185,11 @@ def gradients_come_back_in_the_dtypes_of_parameters_and_inputs(wing, case, polic
     jax.tree.map(same, trace.input_gradients, trace.inputs)
 
 
-def an_audit_finds_nothing_forward_and_backward(wing, case, policy):
+def an_audit_finds_nothing_forward_and_backward(api, case, policy):
     """Under a policy of half storage too, whose statistics are float32."""
-    found = [*trace_of(wing, case, policy).findings]
+    found = [*trace_of(api, case, policy).findings]
     if policy in INSIDE:
-        found += trace_of(wing, case, policy, composite=True).findings
+        found += trace_of(api, case, policy, composite=True).findings
     assert not found
 
 
@@ -207,21 +207,21 @@ CONTRACTS = (
 
 @pytest.mark.cases(fast=1, slow=5)
 @EACH_CASE
-def test_every_contract_holds_under_every_policy(wing, case):
+def test_every_contract_holds_under_every_policy(api, case):
     """One test, as all contracts are read from the same traces."""
     for policy in POLICIES:
         for contract in CONTRACTS:
-            contract(wing, case, policy)
+            contract(api, case, policy)
 
 
 @pytest.mark.cases(fast=1, slow=8)
 @pytest.mark.parametrize("inputs_in", (jnp.bfloat16, jnp.float16), ids=("bf16", "f16"))
 @EACH_CASE
-def test_half_inputs_have_the_dtypes_of_the_policy_forward_and_backward(wing, case, inputs_in):
+def test_half_inputs_have_the_dtypes_of_the_policy_forward_and_backward(api, case, inputs_in):
     if case.is_cell:
         return  # a carry in half precision stays in it
     for policy in ("mixed_bfloat16", "p=bf16,c=f32,o=bf16"):
-        trace, resolved = traced(wing, case, policy, inputs_in=inputs_in), get_policy(policy)
+        trace, resolved = traced(api, case, policy, inputs_in=inputs_in), get_policy(policy)
         returned = resolved.output_dtype if case.is_module else resolved.compute_dtype
         assert dtypes_of(trace.out) == {returned.name}
         assert dtypes_of(trace.params) == dtypes_of(trace.param_gradients)
@@ -234,18 +234,18 @@ def stored_and_returned(trace: Trace) -> Any:
 
 @pytest.mark.cases(fast=1, slow=37)
 @EACH_CASE
-def test_with_no_policy_float32_stays_float32(wing, case):
-    trace = trace_of(wing, case, None)
+def test_with_no_policy_float32_stays_float32(api, case):
+    trace = trace_of(api, case, None)
     assert dtypes_of(stored_and_returned(trace)) <= {"float32"}
     assert not {dtype for op in trace.ops for dtype in op.inputs} & (HALVES | {"float64"})
 
 
-def is_repaired(wing: str, case: Case) -> bool:
+def is_repaired(api: str, case: Case) -> bool:
     """Whether Flax's result is float32 from ``dtype=bfloat16``, or an error, and ours follows
     `dtype`.
     """
     repaired = case.is_cell or case.layer in ("RNN", "Bidirectional")
-    return repaired or (wing, case.layer, case.setting) == ("nnx", "MultiHeadAttention", "decoding")
+    return repaired or (api, case.layer, case.setting) == ("nnx", "MultiHeadAttention", "decoding")
 
 
 @pytest.mark.cases(fast=2, slow=40)
@@ -254,39 +254,39 @@ def is_repaired(wing: str, case: Case) -> bool:
     "inputs_in", (jnp.float32, jnp.bfloat16), ids=("f32 inputs", "bf16 inputs")
 )
 @EACH_CASE
-def test_with_no_policy_outputs_have_the_dtypes_that_flax_gives_them(wing, case, inputs_in, given):
+def test_with_no_policy_outputs_have_the_dtypes_that_flax_gives_them(api, case, inputs_in, given):
     with jax.numpy_dtype_promotion("standard"):
-        ours = shapes_of(wing, case, None, inputs_in, given)
+        ours = shapes_of(api, case, None, inputs_in, given)
         rotates_half = case.layer == "RoPE" and inputs_in == jnp.bfloat16  # Flax's returns float32
-        if rotates_half or (given and is_repaired(wing, case)):
+        if rotates_half or (given and is_repaired(api, case)):
             assert dtypes_of(ours) == {"bfloat16"}
         else:
-            theirs = shapes_of(wing, case, THEIRS[wing], inputs_in, given)
+            theirs = shapes_of(api, case, THEIRS[api], inputs_in, given)
             assert jax.tree.map(str, ours) == jax.tree.map(str, theirs)
 
 
-def shapes_of(wing: str, case: Case, modules: Any, inputs_in: Any, given: dict[str, Any]) -> Any:
-    run = program(wing, case, modules, inputs_in=inputs_in, **given)
+def shapes_of(api: str, case: Case, modules: Any, inputs_in: Any, given: dict[str, Any]) -> Any:
+    run = program(api, case, modules, inputs_in=inputs_in, **given)
     params, rest = jax.eval_shape(run.init, jax.random.key(0))
     return jax.eval_shape(lambda params, rest: run.apply(params, rest, run.inputs)[0], params, rest)
 
 
 @pytest.mark.cases(fast=1, slow=39)
 @EACH_CASE
-def test_with_no_policy_an_explicit_half_dtype_sums_in_float32(wing, case):
+def test_with_no_policy_an_explicit_half_dtype_sums_in_float32(api, case):
     # Flax multiplies float32 weights by half values there, and adds a float32 low-rank part to a
     # half one
     mixes = case.setting == "forced" or case.layer == "LoRALinear"
     with jax.numpy_dtype_promotion("standard" if mixes else "strict"):
-        ops = traced(wing, case, None, dtype=jnp.bfloat16).ops
-    exempt = UNROUNDED_SUMS.get((wing, str(case)), {})
+        ops = traced(api, case, None, dtype=jnp.bfloat16).ops
+    exempt = UNROUNDED_SUMS.get((api, str(case)), {})
     assert narrow(ops, SUMS, get_policy("mixed_bfloat16")) <= set(exempt)
 
 
-REFUSED = (TypeError, ValueError, FutureWarning, np.exceptions.ComplexWarning)
+REJECTED = (TypeError, ValueError, FutureWarning, np.exceptions.ComplexWarning)
 OF_NUMBERS = [
-    (wing, case)
-    for wing, case in CASES  # a cell's carry is real
+    (api, case)
+    for api, case in CASES  # a cell's carry is real
     if not (case.is_cell or case.layer == "RNN")
     and all(x.dtype == np.float32 for x in case.called_with)
 ]
@@ -294,14 +294,14 @@ OF_NUMBERS = [
 
 @pytest.mark.cases(fast=1, slow=37)
 @each(OF_NUMBERS)
-def test_complex_inputs_give_under_a_policy_what_they_give_without(wing, case):
+def test_complex_inputs_give_under_a_policy_what_they_give_without(api, case):
     with jax.numpy_dtype_promotion("standard"):
         try:
-            theirs = shapes_of(wing, case, THEIRS[wing], jnp.complex64, {})
-        except REFUSED:  # no softmax, no gate, no running average of Flax's takes complex numbers
+            theirs = shapes_of(api, case, THEIRS[api], jnp.complex64, {})
+        except REJECTED:  # no softmax, no gate, no running average of Flax's takes complex numbers
             return
         with use_policy("mixed_bfloat16"):
-            ours = shapes_of(wing, case, None, jnp.complex64, {})
+            ours = shapes_of(api, case, None, jnp.complex64, {})
     assert jax.tree.map(str, ours) == jax.tree.map(str, theirs)
 
 
@@ -313,8 +313,8 @@ def x64():
 
 @pytest.mark.cases(fast=1, slow=29)
 @EACH_CASE
-def test_with_x64_a_half_policy_makes_no_float64(x64, wing, case):
-    trace = traced(wing, case, "mixed_bfloat16")
+def test_with_x64_a_half_policy_makes_no_float64(x64, api, case):
+    trace = traced(api, case, "mixed_bfloat16")
     found = {op.name for op in trace.ops if "float64" in (*op.inputs, *op.outputs)} - CALLS
     draws = case.layer == "Dropout" or case.setting in ("with dropout", "all at once")
     if draws or case.layer == "RoPE":  # JAX draws masks, and Flax computes angles, in float64
@@ -325,13 +325,13 @@ def test_with_x64_a_half_policy_makes_no_float64(x64, wing, case):
 
 
 # `forced` asks for a softmax in float32
-IN_FLOAT64 = [(wing, case) for wing, case in CASES if (wing, case.setting) != ("linen", "forced")]
+IN_FLOAT64 = [(api, case) for api, case in CASES if (api, case.setting) != ("linen", "forced")]
 
 
 @pytest.mark.cases(fast=1, slow=25)
 @each(IN_FLOAT64)
-def test_with_x64_a_float64_policy_is_obeyed_everywhere(x64, wing, case):
-    trace = traced(wing, case, "float64", inputs_in=jnp.float64)
+def test_with_x64_a_float64_policy_is_obeyed_everywhere(x64, api, case):
+    trace = traced(api, case, "float64", inputs_in=jnp.float64)
     assert dtypes_of(stored_and_returned(trace)) == {"float64"}
     found = [op for op in trace.ops if op.name in SUMS | set(MATMULS)]
     seen = {dtype for op in found for dtype in (*op.inputs, *op.outputs)}
@@ -343,12 +343,12 @@ def test_with_x64_a_float64_policy_is_obeyed_everywhere(x64, wing, case):
     "ignore:scatter inputs have incompatible types:FutureWarning"
 )  # nnx BatchNorm's statistics
 @EACH_CASE
-def test_with_x64_and_no_policy_float64_inputs_give_what_flax_gives(x64, wing, case):
+def test_with_x64_and_no_policy_float64_inputs_give_what_flax_gives(x64, api, case):
     with jax.numpy_dtype_promotion("standard"):
         try:
-            theirs = shapes_of(wing, case, THEIRS[wing], jnp.float64, {})
+            theirs = shapes_of(api, case, THEIRS[api], jnp.float64, {})
         except TypeError as error:  # a float32 carry does not stay one over float64 inputs
             assert "carry" in str(error) or case.setting == "decoding"
             return
-        ours = shapes_of(wing, case, None, jnp.float64, {})
+        ours = shapes_of(api, case, None, jnp.float64, {})
     assert jax.tree.map(str, ours) == jax.tree.map(str, theirs)

@@ -1,5 +1,5 @@
 """What the table of layers has to run for: initial values, jit, half precision near float32, empty
-batches; and initialisers in half.
+batches; and initializers in half.
 """
 
 from typing import Any
@@ -25,44 +25,44 @@ from tests.mpmodules.table.running import (
 pytestmark = DEPRECATIONS
 # One case of each layer: settings share their parameters, and nothing that they do depends on jit.
 FIRST: dict[tuple[str, str], Case] = {}
-for _wing, _case in CASES:
-    FIRST.setdefault((_wing, _case.layer), _case)
-LAYERS = [(wing, case) for (wing, _), case in FIRST.items()]
+for _api, _case in CASES:
+    FIRST.setdefault((_api, _case.layer), _case)
+LAYERS = [(api, case) for (api, _), case in FIRST.items()]
 BARE = [
-    (wing, case)
-    for wing, case in LAYERS
+    (api, case)
+    for api, case in LAYERS
     if not (case.is_module or case.is_cell or case.layer == "Dropout")
 ]
 KEY = jax.random.key(0)
-# In half precision Flax can't initialise cells, rounds normalised weights, and keeps LoRALinear's
+# In half precision Flax can't initialize cells, rounds normalized weights, and keeps LoRALinear's
 # low rank in float32.
 REPAIRED = ("RNN", "Bidirectional", "WeightNorm", "SpectralNorm", "LoRALinear")
 
 
 def each(cases: list[tuple[str, Case]]) -> pytest.MarkDecorator:
-    ids = [f"{wing}-{case.layer}" for wing, case in cases]
-    return pytest.mark.parametrize(("wing", "case"), cases, ids=ids)
+    ids = [f"{api}-{case.layer}" for api, case in cases]
+    return pytest.mark.parametrize(("api", "case"), cases, ids=ids)
 
 
-def initial_values(wing: str, case: Case, modules: Any, **dtypes: Any) -> Any:
+def initial_values(api: str, case: Case, modules: Any, **dtypes: Any) -> Any:
     """A jitted function of a key to the parameters."""
-    run = program(wing, case, modules, **dtypes)
+    run = program(api, case, modules, **dtypes)
     return jax.jit(lambda key: run.init(key)[0])
 
 
 @pytest.mark.cases(fast=1, slow=21)
 @pytest.mark.parametrize("policy", ("mixed_bfloat16", "bfloat16"))
 @each(LAYERS)
-def test_a_layer_has_flaxs_tree_and_initial_values(wing, case, policy):
+def test_a_layer_has_flaxs_tree_and_initial_values(api, case, policy):
     param_dtype = get_policy(policy).param_dtype
     if param_dtype != jnp.float32 and (case.layer in REPAIRED or case.is_cell):
         pytest.skip("repaired: Flax fails there, or stores another dtype than param_dtype")
     given = {} if param_dtype == jnp.float32 else {"param_dtype": param_dtype}
     with scope_of(policy):
-        ours = initial_values(wing, case, None)
+        ours = initial_values(api, case, None)
         lowered = ours.lower(KEY)
     with jax.numpy_dtype_promotion("standard"):
-        theirs = initial_values(wing, case, THEIRS[wing], **given)
+        theirs = initial_values(api, case, THEIRS[api], **given)
         expected = theirs.lower(KEY)
     types, wanted = (
         [str(x) for x in jax.tree.leaves(program.out_info)] for program in (lowered, expected)
@@ -84,11 +84,11 @@ def assert_near(found: Any, expected: Any, ulps: float, dtype: Any) -> None:
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 @each(LAYERS)
 def test_half_is_close_to_our_own_float32_jit_changes_nothing_and_empty_batches_pass(
-    wing, case, policy
+    api, case, policy
 ):
     def run(policy):
         with scope_of(policy):
-            layer = program(wing, case)
+            layer = program(api, case)
             params, rest = jax.jit(layer.init)(KEY)
             out, _ = layer.apply(params, rest, layer.inputs)
             jitted, _ = jax.jit(lambda params: layer.apply(params, rest, layer.inputs))(params)
@@ -111,8 +111,8 @@ def test_half_is_close_to_our_own_float32_jit_changes_nothing_and_empty_batches_
 
 @pytest.mark.cases(fast=1, slow=7)
 @each(BARE)
-def test_a_layer_with_a_policy_of_its_own_stores_param_dtype_and_returns_output_dtype(wing, case):
-    trace = traced(wing, case, None, dtype_policy="p=bf16,c=f16,o=f32")
+def test_a_layer_with_a_policy_of_its_own_stores_param_dtype_and_returns_output_dtype(api, case):
+    trace = traced(api, case, None, dtype_policy="p=bf16,c=f16,o=f32")
     assert dtypes_of(trace.params) <= {"bfloat16"} and dtypes_of(trace.out) == {"float32"}
 
 
@@ -134,7 +134,7 @@ MADE: dict[str, Any] = {
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("policy", ("bfloat16", "float16"))
 @pytest.mark.parametrize("name", MADE)
-def test_an_initialiser_that_fails_in_half_runs_in_float32(name, policy):
+def test_an_initializer_that_fails_in_half_runs_in_float32(name, policy):
     wide = MADE[name]()
     with use_policy(policy):
         found = MADE[name]()

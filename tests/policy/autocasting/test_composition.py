@@ -429,7 +429,7 @@ def test_the_authors_rule_is_kept(name):
         assert set(dots(cast, W, X)) == {HALVES}
 
 
-def test_a_gradient_that_a_rule_knows_nothing_of_is_refused():
+def test_a_gradient_that_a_rule_knows_nothing_of_is_rejected():
     fn = autocast(lambda w, x: closing_over(x @ w, jnp.sin(x)).sum(), BF16, params=0)
     with pytest.raises(TypeError, match="pass that value as an argument"):
         jax.grad(fn, 1)(W, X)

@@ -42,14 +42,14 @@ def autocast_of(fn: Any) -> Any:
     return autocast(fn, BF16, params=0)
 
 
-def normalised(x: Any) -> Any:
-    centred = x - x.mean(-1, keepdims=True)
-    return centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-3)
+def normalized(x: Any) -> Any:
+    centered = x - x.mean(-1, keepdims=True)
+    return centered * lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-3)
 
 
-def test_readers_of_a_normalisation_share_one_cast_and_one_saved_copy():
+def test_readers_of_a_normalization_share_one_cast_and_one_saved_copy():
     def fn(w: Any, x: Any) -> Any:
-        y = normalised(x)
+        y = normalized(x)
         return (y @ w["q"]) * (y @ w["k"]) * (y @ w["v"])
 
     assert casts_of(fn, WIDE, NARROW) == 3 + 1
@@ -72,9 +72,9 @@ def test_a_half_value_is_widened_once_for_all_float32_readers():
 @pytest.mark.parametrize(
     "activation", [nn.relu, nn.silu, jax.checkpoint(jnp.tanh)], ids=["relu", "silu", "checkpoint"]
 )
-def test_a_function_of_a_normalisation_saves_nothing_in_float32(activation):
+def test_a_function_of_a_normalization_saves_nothing_in_float32(activation):
     with_it, without = (
-        saved(lambda w, x, fn=fn: fn(normalised(x @ w["a"])) @ w["b"], WIDE)
+        saved(lambda w, x, fn=fn: fn(normalized(x @ w["a"])) @ w["b"], WIDE)
         for fn in (activation, lambda y: y)
     )
     assert with_it == without
@@ -100,7 +100,7 @@ def doubled(x):
 doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2 * tangents[0]))
 # One trace for all calls, as `policy.functions.checkpointing.cached_inline_jit` makes it.
 once = jax.jit(doubled, inline=True)
-rematerialised = jax.jit(jax.checkpoint(lambda x, scale: jnp.tanh(x) * scale), inline=True)
+rematerialized = jax.jit(jax.checkpoint(lambda x, scale: jnp.tanh(x) * scale), inline=True)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def bodies(monkeypatch):
 
 def scaled(params, x):
     for scale in params:
-        x = rematerialised(once(x), scale)
+        x = rematerialized(once(x), scale)
     return jnp.sum(x)
 
 
@@ -242,7 +242,7 @@ MOVES: dict[str, Any] = {
     "pad with an activation": lambda h: lax.pad(h, h[0, 0], [(1, 1, 0), (0, 0, 0)]),
     "reflect": lambda h: jnp.pad(h, 1, mode="reflect"),
     "film": lambda h: h * (1 + h[:1]) + h[1:2],
-    "film of a norm": lambda h: normalised(h) * h[:1] + h[:1],
+    "film of a norm": lambda h: normalized(h) * h[:1] + h[:1],
     "squeeze and excite": lambda h: h * jax.nn.sigmoid(h.mean(0, keepdims=True)),
     "position biases": lambda h: jax.nn.softmax(h[None] + h[:3][ROWS].T[:, :, None]),
     "in a scan": lambda h: lax.scan(lambda c, row: (c, row * h[0, 0] + c), 0.0, h)[1],

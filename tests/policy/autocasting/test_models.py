@@ -159,9 +159,9 @@ def rms_norm(h: Any) -> Any:
 
 
 def layer_norm(h: Any) -> Any:
-    centred = h - jnp.mean(h, -1, keepdims=True)
-    deviation = jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-6)
-    return centred / deviation * jnp.arange(1.0, 9.0)[None]
+    centered = h - jnp.mean(h, -1, keepdims=True)
+    deviation = jnp.sqrt(jnp.mean(centered**2, -1, keepdims=True) + 1e-6)
+    return centered / deviation * jnp.arange(1.0, 9.0)[None]
 
 
 def time_embedding(h: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Normalisations are found by what they compute, and nothing else is taken for one."""
+"""Normalizations are found by what they compute, and nothing else is taken for one."""
 
 from typing import Any
 
@@ -34,8 +34,8 @@ def affine(p: Any, y: Any) -> Any:
 
 
 def two_passes(x: Any) -> Any:
-    centred = x - mean(x)
-    return centred * lax.rsqrt(mean(jnp.square(centred)) + 1e-6)
+    centered = x - mean(x)
+    return centered * lax.rsqrt(mean(jnp.square(centered)) + 1e-6)
 
 
 def fast(x: Any) -> Any:
@@ -159,7 +159,7 @@ def responded(p: Any, x: Any) -> Any:
     return x * (root / (mean(root) + 1e-6)) * along(p["scale"], x) + along(p["bias"], x) + x
 
 
-def standardised(p: Any, x: Any) -> Any:
+def standardized(p: Any, x: Any) -> Any:
     w = p["w"]
     return x @ ((w - mean(w, 0)) * lax.rsqrt(w.var(0, keepdims=True) + 1e-6) * along(p["scale"], w))
 
@@ -180,11 +180,11 @@ NO_NORMS: dict[str, Any] = {
     "a pooling gate": lambda p, x: x / (1.0 + jnp.abs(mean(x, 1))),
     "squeeze and excite": lambda p, x: x * jax.nn.sigmoid(mean(x, 1) @ p["w"]),
     "a global response": responded,
-    "standardised weights": standardised,
+    "standardized weights": standardized,
     "demodulated weights": demodulated,
     "a norm": lambda p, x: jnp.sum(x / jnp.linalg.norm(x, axis=-1, keepdims=True), -1),
     "clipping by a norm": lambda p, x: x * jnp.minimum(1.0, 1.0 / jnp.sqrt(jnp.sum(jnp.square(x)))),
-    "standardised data": lambda p, x: (x - x.mean()) / (x.std() + 1e-6),
+    "standardized data": lambda p, x: (x - x.mean()) / (x.std() + 1e-6),
     "a temperature": lambda p, x: x * lax.rsqrt(p["gamma"][0]),
     "noise": lambda p, x: (
         jnp.sqrt(p["gamma"][0]) * x + jnp.sqrt(1 - 0.1 * p["gamma"][0]) * jnp.roll(x, 1)
@@ -211,14 +211,14 @@ def test_nothing_else_is_taken_for_one(name):
     assert regions(lambda p, x: NO_NORMS[name](p, x @ p["w"]), P, X) == NOWHERE
 
 
-def test_data_that_are_standardised_are_normalised_for_a_matmul_alone():
+def test_data_that_are_standardized_are_normalized_for_a_matmul_alone():
     targets = lambda p, x, y: jnp.mean(jnp.square(x @ p["w"] - two_passes(y)))  # noqa: E731
     stored = lambda p, s, x: (x - along(s["mean"], x)) / jnp.sqrt(along(s["var"], x))  # noqa: E731
     assert regions(targets, P, X, X) == regions(stored, P, STORED, X) == NOWHERE
     assert marked(regions(lambda p, x: two_passes(x).reshape(-1, D) @ p["w"], P, X)) >= 1
 
 
-def test_rows_of_a_table_are_normalised():
+def test_rows_of_a_table_are_normalized():
     tokens = jnp.arange(4) % 3
 
     def fn(p: Any) -> Any:
@@ -268,14 +268,14 @@ def test_gradients_are_those_of_float32_to_the_rounding_of_the_matmuls(name):
     assert max(error(one, true) for one in found) < 2e-2
 
 
-def test_paths_that_are_named_are_normalisations():
+def test_paths_that_are_named_are_normalizations():
     def fn(p: Any, x: Any) -> Any:
         with jax.named_scope("modulated"):
             y = x @ p["w"] * along(p["scale"], x) + along(p["bias"], x)
         return jnp.atan(y)
 
     assert reads("add", autocast(fn, BF16), P, X) == {HALVES}
-    found = autocast(fn, BF16, normalises=["modulated"])
+    found = autocast(fn, BF16, normalizes=["modulated"])
     assert reads("add mul", found, P, X) == {FULLS} and reads("atan", found, P, X) == {HALF}
     report = found.explain(P, X)
     assert {r.done for r in report.records if r.primitive == "add"} == {"float32, read in half"}

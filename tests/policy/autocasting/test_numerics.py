@@ -109,11 +109,11 @@ def test_an_additive_mask_given_as_an_input_is_not_narrowed(policy):
 @pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("epsilon", [1e-8, 1e-12])
 def test_a_small_number_does_not_vanish_in_float16(epsilon):
-    def normalised(w, x):
+    def normalized(w, x):
         h = x @ w
         return h / (jnp.abs(h) + epsilon)
 
-    found = autocast(normalised, "mixed_float16")(W, X.at[0].set(0.0))
+    found = autocast(normalized, "mixed_float16")(W, X.at[0].set(0.0))
     np.testing.assert_array_equal(found[0], 0.0)
     assert largest_error(found, jnp.sign(X.at[0].set(0.0) @ W)) < 1e-3
 

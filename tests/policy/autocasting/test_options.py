@@ -1,4 +1,4 @@
-"""Options of autocast: ways to keep operations in float32, reports, and what is refused."""
+"""Options of autocast: ways to keep operations in float32, reports, and what is rejected."""
 
 from typing import Any
 
@@ -176,9 +176,9 @@ def called(**options: Any) -> Any:
 
 
 # Other mistakes are in tests/mistakes/programs.py
-REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+REJECTED: dict[str, tuple[Any, type[Exception], str]] = {
     "a position of params": (called(params=(0, 2)), ValueError, "called with 2 positional"),
-    "a path that matches nothing": (called(normalises=("elsewhere",)), ValueError, "'elsewhere'"),
+    "a path that matches nothing": (called(normalizes=("elsewhere",)), ValueError, "'elsewhere'"),
     "a result that is no array": (
         lambda: autocast(lambda x: {"h": x, "name": "h"}, BF16)(X),
         TypeError,
@@ -192,9 +192,9 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_wrong_input_is_refused(name):
-    call, error, match = REFUSED[name]
+@pytest.mark.parametrize("name", REJECTED)
+def test_wrong_input_is_rejected(name):
+    call, error, match = REJECTED[name]
     with pytest.raises(error, match=match):
         call()
 
@@ -206,7 +206,7 @@ def test_params_are_named_by_position_or_name(params):
     assert autocast(scoped_layer, BF16, params="params")(params=W, x=X).shape == (4, 8)
 
 
-def test_an_unknown_primitive_is_opaque_or_refused(monkeypatch):
+def test_an_unknown_primitive_is_opaque_or_rejected(monkeypatch):
     monkeypatch.delitem(CATEGORY_OF, "tanh")
     assert autocast(scoped_layer, BF16)(W, X).dtype == jnp.float32
     with pytest.raises(

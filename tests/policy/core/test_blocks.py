@@ -25,7 +25,7 @@ def is_in_force(name: str) -> bool:
 
 
 @blocks
-def test_a_block_in_an_async_function_is_refused_by_name(name):
+def test_a_block_in_an_async_function_is_rejected_by_name(name):
     async def evaluate():
         with BLOCKS[name]():
             await asyncio.sleep(0)
@@ -42,7 +42,7 @@ def test_a_block_in_an_async_function_is_refused_by_name(name):
 
 
 @blocks
-def test_a_block_in_a_block_of_an_async_function_is_refused_by_the_function_s_name(name):
+def test_a_block_in_a_block_of_an_async_function_is_rejected_by_the_function_s_name(name):
     @contextlib.contextmanager
     def block():
         with BLOCKS[name]():
@@ -99,23 +99,23 @@ def test_a_decorated_task_holds_its_scope_and_no_other_task_sees_it(name):
     assert seen == 3 * [("inside", True), ("outside", False)]
 
 
-def test_a_decorated_task_that_is_cancelled_or_fails_leaves_its_scope():
+def test_a_decorated_task_that_is_canceled_or_fails_leaves_its_scope():
     log = []
 
     @use_policy("bf16")
     async def wait() -> None:
         try:
             await asyncio.sleep(60)
-        except asyncio.CancelledError:
+        except asyncio.CanceledError:
             log.append(current_policy())
-            raise ValueError("cancelled") from None
+            raise ValueError("canceled") from None
 
     async def cancel():
         task = asyncio.create_task(wait())
         await asyncio.sleep(0)
         assert current_policy() is None
         task.cancel()
-        with pytest.raises(ValueError, match="cancelled"):
+        with pytest.raises(ValueError, match="canceled"):
             await task
         return current_policy()
 
@@ -256,7 +256,7 @@ def test_a_fixture_is_a_block(in_half):
     assert current_policy() == HALF
 
 
-def test_a_function_of_arrays_is_an_island_and_a_suspended_one_is_refused():
+def test_a_function_of_arrays_is_an_island_and_a_suspended_one_is_rejected():
     async def evaluate(): ...
 
     def batches():

@@ -67,7 +67,7 @@ def test_the_names_of_jmp_cast_to_full_and_half():
 
 
 @pytest.mark.slow
-def test_float64_is_refused_when_used_without_x64_and_not_before():
+def test_float64_is_rejected_when_used_without_x64_and_not_before():
     policy = get_policy("float64")
     told = "asks for float64, but JAX runs with x64 disabled.*jax_enable_x64"
     with pytest.raises(ValueError, match=told):

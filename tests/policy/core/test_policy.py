@@ -59,7 +59,7 @@ def test_text_forms_mean_what_jmp_makes_of_them(text, fields):
     assert dtypes == tuple(map(jnp.dtype, fields)) and policy.cast_inputs
 
 
-def test_a_policy_of_jmp_is_refused_with_its_text():
+def test_a_policy_of_jmp_is_rejected_with_its_text():
     class Theirs:
         __module__ = "jmp._src.policy"
 
@@ -221,7 +221,7 @@ def test_8bit_is_the_kind_that_a_device_is_faster_in(platform, kind, expected):
         ("k=i8,cache=i8", "sets cache_dtype a second time"),
     ],
 )
-def test_an_unfit_matmul_or_precision_is_refused_with_those_that_fit(text, message):
+def test_an_unfit_matmul_or_precision_is_rejected_with_those_that_fit(text, message):
     with pytest.raises(ValueError, match=message):
         get_policy(text)
 

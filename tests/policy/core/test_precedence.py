@@ -54,7 +54,7 @@ def test_a_complex_dtype_stays_the_layer_s_own():
 @pytest.mark.parametrize(
     ("argument", "dtype"), [("dtype", "int8"), ("param_dtype", "int32"), ("dtype", jnp.float8_e5m2)]
 )
-def test_a_dtype_that_a_layer_cannot_honour_is_refused(argument, dtype):
+def test_a_dtype_that_a_layer_cannot_honor_is_rejected(argument, dtype):
     told = rf"Dense at 'head' can't use {argument}={jnp.dtype(dtype).name} under a policy"
     with pytest.raises(ValueError, match=told):
         _form(**{argument: dtype})

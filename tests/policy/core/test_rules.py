@@ -71,7 +71,7 @@ def test_texts_of_rules_divide_at_the_first_equals_sign():
         PolicyRules.from_texts("head=f32")
 
 
-def test_rules_that_match_nothing_are_refused_all_at_once_with_the_paths():
+def test_rules_that_match_nothing_are_rejected_all_at_once_with_the_paths():
     rules = PolicyRules({"encoder/.*nrom": "f32", "head": "f32", "tail": "f32"})
     told = r"Rules 'encoder/\.\*nrom', 'tail' matched no module. Modules seen: encoder/norm, head\."
     with pytest.raises(ValueError, match=told):

@@ -124,7 +124,7 @@ def test_a_change_of_the_global_policy_retraces():
     assert traces == [A, B]
 
 
-def test_a_scope_refuses_float64_without_x64_before_it_is_entered():
+def test_a_scope_rejects_float64_without_x64_before_it_is_entered():
     with pytest.raises(ValueError, match="x64 disabled"):
         use_policy("float32", {"head": "float64"})
     with pytest.raises(ValueError, match="x64 disabled"):

@@ -198,7 +198,7 @@ def test_exported_programs_multiply_codes_three_times(platform, text):
 
 
 @pytest.mark.slow
-def test_a_type_that_jax_lacks_is_refused_by_name(monkeypatch):
+def test_a_type_that_jax_lacks_is_rejected_by_name(monkeypatch):
     monkeypatch.delattr(jnp, "float4_e2m1fn")
     with pytest.raises(ValueError, match=r"JAX .* has no float4_e2m1fn: .* or m=f8"):
         scaled_matmul_of("nvfp4")

@@ -101,7 +101,7 @@ def test_autocast_leaves_the_quotients_in_float32():
     np.testing.assert_array_equal(cast(halves), codes(halves))
 
 
-def test_a_derivative_through_codes_is_refused():
+def test_a_derivative_through_codes_is_rejected():
     def loss(x: jax.Array) -> jax.Array:
         made = quantize_cache(x, "float8")
         assert isinstance(made, Quantized)

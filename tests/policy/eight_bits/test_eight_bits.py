@@ -1,4 +1,4 @@
-"""Matmuls and convolutions in 8 bits: errors beside float64, gradients, residuals, and refusals."""
+"""Matmuls and convolutions in 8 bits: errors beside float64, gradients, residuals, rejections."""
 
 import functools
 import warnings
@@ -107,7 +107,7 @@ def test_jit_vmap_scan_and_checkpoint_compute_the_same(made, kind):
 @pytest.mark.cases(slow=3)
 @kinds
 @made_in
-def test_second_derivatives_and_forward_mode_are_refused(made, kind):
+def test_second_derivatives_and_forward_mode_are_rejected(made, kind):
     operation, (x, w) = made(scaled(kind)), operands(made)
 
     def loss(w):

@@ -144,7 +144,7 @@ def test_exported_programs_multiply_in_8_bits_three_times(platform):
     text = jax.export.export(step, platforms=[platform])(*shapes).mlir_module()
     dots = [line for line in text.splitlines() if 'composite "chlo.ragged_dot' in line]
     assert len(dots) == 3 and all(line.count("xi8>") >= 2 for line in dots)
-    assert "HIGHEST" not in "".join(dots)  # Mosaic refuses it of int8
+    assert "HIGHEST" not in "".join(dots)  # Mosaic rejects it of int8
 
 
 # --------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_the_policy_s_reduction_dtype_is_what_is_handed_on():
 
 
 @pytest.mark.slow
-def test_operands_of_two_dtypes_or_integers_are_refused():
+def test_operands_of_two_dtypes_or_integers_are_rejected():
     query, key = operands(jnp.bfloat16)
     told = "takes two floating operands of one dtype, but got"
     with pytest.raises(TypeError, match=f"{told} bfloat16 and float32"):

@@ -103,7 +103,7 @@ def test_second_derivatives_are_those_of_the_logits():
     near(jax.grad(lambda x: penalty(ours, x))(X), jax.grad(lambda x: penalty(theirs, x))(X))
 
 
-def test_forward_mode_is_refused_with_the_way_out():
+def test_forward_mode_is_rejected_with_the_way_out():
     def loss(x):
         return chunked(x, KERNEL, LABELS, BIAS, chunk_size=16)
 
@@ -183,7 +183,7 @@ def test_ignored_examples_may_hold_anything_and_none_left_costs_nothing():
 
 
 @pytest.mark.slow
-def test_it_is_a_loss_of_models_in_both_wings_and_under_autocast():
+def test_it_is_a_loss_of_models_in_both_apis_and_under_autocast():
     with use_policy("mixed_bfloat16"):
         model = linen.Embed(48, 16)
         variables: Any = model.init(jax.random.key(0), jnp.zeros(1, int))
@@ -222,6 +222,6 @@ def test_it_is_a_loss_of_models_in_both_wings_and_under_autocast():
         (ValueError, "axis 'model' is not mapped here", {"axis_name": "model"}),
     ],
 )
-def test_bad_arguments_are_refused(error, message, changes):
+def test_bad_arguments_are_rejected(error, message, changes):
     with pytest.raises(error, match=message):
         chunked(**({"x": X, "kernel": KERNEL, "labels": LABELS} | changes))

@@ -52,11 +52,11 @@ def of_float64(x, kernel, labels, soft_cap=0.0, z_loss=0.0):
         tanh = np.tanh(logits / soft_cap)
         logits, derivative = soft_cap * tanh, 1 - tanh**2
     largest, rows = logits.max(1, keepdims=True), np.arange(len(labels))
-    normaliser = largest + np.log(np.exp(logits - largest).sum(1, keepdims=True))
-    loss = normaliser[:, 0] - logits[rows, labels] + z_loss * normaliser[:, 0] ** 2
-    slope = np.exp(logits - normaliser) * (1 + 2 * z_loss * normaliser)
+    normalizer = largest + np.log(np.exp(logits - largest).sum(1, keepdims=True))
+    loss = normalizer[:, 0] - logits[rows, labels] + z_loss * normalizer[:, 0] ** 2
+    slope = np.exp(logits - normalizer) * (1 + 2 * z_loss * normalizer)
     others = np.where(rows[:, None] * 0 + np.arange(CLASSES) == labels[:, None], 0, slope).sum(1)
-    slope[rows, labels] = 2 * z_loss * normaliser[:, 0] - others
+    slope[rows, labels] = 2 * z_loss * normalizer[:, 0] - others
     slope *= derivative / len(labels)
     return loss.mean(), slope @ kernel.T, x.T @ slope, slope
 

@@ -28,8 +28,8 @@ def test_cross_entropy_is_float64_s_to_float32_precision(dtype, offset, z_loss, 
     logits = _logits(dtype, offset)
     targets = (1 - smoothing) * np.eye(32)[LABELS] + smoothing / 32
     wide = np.asarray(logits, np.float64)
-    normaliser = np.asarray(scipy.special.logsumexp(wide, -1))
-    truth = -(targets * (wide - normaliser[:, None])).sum(-1) + z_loss * normaliser**2
+    normalizer = np.asarray(scipy.special.logsumexp(wide, -1))
+    truth = -(targets * (wide - normalizer[:, None])).sum(-1) + z_loss * normalizer**2
     options = {"label_smoothing": smoothing, "z_loss": z_loss}
     ours = sparse(logits, jnp.asarray(LABELS), **options)
     dense = losses.softmax_cross_entropy(logits, jax.nn.one_hot(LABELS, 32, dtype=dtype), **options)
@@ -244,6 +244,6 @@ def test_ctc_of_half_logits_is_float32_s():
         ({"z_loss": -1.0}, "z_loss should be at least 0, but got -1.0"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, message):
+def test_bad_arguments_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         sparse(**({"logits": _logits(jnp.bfloat16), "labels": LABELS} | arguments))

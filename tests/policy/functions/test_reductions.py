@@ -153,7 +153,7 @@ def test_integers_are_summed_exactly():
     assert reductions.segment_sum(jnp.ones(3, jnp.int8), ids, 1, dtype=jnp.int32).dtype == jnp.int32
 
 
-def test_running_sums_refuse_an_axis_that_there_is_not():
+def test_running_sums_reject_an_axis_that_there_is_not():
     with pytest.raises(ValueError, match="axis 2 is out of bounds for array of dimension 2"):
         reductions.cumsum(jnp.ones((2, 3)), 2)
     assert reductions.cumsum(jnp.float32(2.0), -1).tolist() == [2.0]

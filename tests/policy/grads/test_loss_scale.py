@@ -82,7 +82,7 @@ def test_no_field_is_lost_in_jit_or_a_tree_round_trip():
 
 
 @pytest.mark.parametrize("scale", [0, -1.0, float("nan"), float("inf"), 1e39])
-def test_a_scale_that_is_not_positive_is_refused_where_it_is_used(scale):
+def test_a_scale_that_is_not_positive_is_rejected_where_it_is_used(scale):
     made, ones = StaticLossScale(scale), jnp.ones(2)
     for use in (
         lambda: made.scale(ones),
@@ -102,7 +102,7 @@ def test_a_scale_that_is_not_positive_is_refused_where_it_is_used(scale):
         ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "should lie between 0 and max_loss_scale"),
     ],
 )
-def test_bad_settings_are_refused_by_name(fields, text):
+def test_bad_settings_are_rejected_by_name(fields, text):
     with pytest.raises(ValueError, match=text):
         DynamicLossScale(**fields)
 
@@ -128,7 +128,7 @@ def test_all_finite_sees_every_leaf(bad, dtype):
         assert not all_finite({**tree, **others, name: x.at[-1].set(bad)})
 
 
-def test_select_tree_gates_and_refuses_what_is_no_boolean_scalar():
+def test_select_tree_gates_and_rejects_what_is_no_boolean_scalar():
     a, b = {"x": jnp.ones(2), "n": jnp.int32(1)}, {"x": jnp.zeros(2), "n": jnp.int32(0)}
     for flag, chosen in ((FINITE, a), (NOT, b)):
         picked = jax.jit(select_tree)(flag, a, b)

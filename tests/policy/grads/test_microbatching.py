@@ -75,7 +75,7 @@ def test_scaled_gradients_keep_their_scale_and_are_rounded_once():
     np.testing.assert_array_equal(grads.tree["w"].astype(jnp.float32), 1 + 2**-7)
 
 
-def test_gradients_of_different_scales_are_refused_or_skip_the_step():
+def test_gradients_of_different_scales_are_rejected_or_skip_the_step():
     fn = lambda params, scale: (scale, ScaledGradients({"w": params["w"]}, scale))  # noqa: E731
     params, scales = {"w": jnp.ones(2)}, jnp.asarray([8.0, 4.0])
     with pytest.raises(ValueError, match=r"gradients should share one scale, but got \[8\. 4\.\]"):

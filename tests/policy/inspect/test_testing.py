@@ -1,4 +1,4 @@
-"""The assertions for users' test suites: each finds its planted fault, names it, and refuses to
+"""The assertions for users' test suites: each finds its planted fault, names it, and rejects to
 assert nothing.
 """
 
@@ -143,7 +143,7 @@ def test_eight_bit_dots_and_convolutions_are_dots_and_integer_ones_are_not():
 
 
 ONES, NONE = half(2, 2, dtype=jnp.int8), "nothing would be asserted"
-REFUSED = [
+REJECTED = [
     (AssertionError, rf"that allow=\('Pooled:',\) excludes: {NONE}", {"allow": ("Pooled:",)}),
     (ValueError, r"allow: 'haed' matches no path\. Paths: head, pool", {"allow": ("haed",)}),
     (TypeError, r"a collection of path patterns, such as \('head',\)", {"allow": "head"}),
@@ -151,13 +151,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("error", "message", "options"), REFUSED)
-def test_what_asserts_nothing_or_is_malformed_is_refused(pooled, error, message, options):
+@pytest.mark.parametrize(("error", "message", "options"), REJECTED)
+def test_what_asserts_nothing_or_is_malformed_is_rejected(pooled, error, message, options):
     with pytest.raises(error, match=message):
         assert_dots_in(*pooled, **{"dtype": "bf16"} | options)
 
 
-def test_integers_and_trees_without_arrays_or_of_other_structures_are_refused():
+def test_integers_and_trees_without_arrays_or_of_other_structures_are_rejected():
     with fails(f"no matmul or convolution of floating numbers: {NONE}"):
         assert_dots_in(jnp.matmul, (ONES, ONES), "bf16")
     with pytest.raises(ValueError, match="The trees should have one structure, but have"):
@@ -345,7 +345,7 @@ def in_dtype(number, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_neighbours_are_one_ulp_apart_at_every_magnitude(dtype):
+def test_neighbors_are_one_ulp_apart_at_every_magnitude(dtype):
     info = jnp.finfo(dtype)
     tiny, eps = float(info.smallest_normal), float(info.eps)
     largest = 2.0 ** np.floor(np.log2(float(info.max)))

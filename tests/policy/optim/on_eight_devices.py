@@ -22,8 +22,7 @@ from policy import (
     state_shardings,
     value_and_grad,
 )
-from tests.policy.optim.steps import assert_same, stepped, unchanged, wrapped
-from tests.policy.sharding.across_devices import (
+from tests.policy.grads.across_devices import (
     BATCH,
     DEVICES,
     EVERYWHERE,
@@ -39,6 +38,7 @@ from tests.policy.sharding.across_devices import (
     replicated_step,
     sharded_step,
 )
+from tests.policy.optim.steps import assert_same, stepped, unchanged, wrapped
 
 
 def assert_only_the_scale_moved(before, after):
@@ -228,7 +228,7 @@ def test_a_sharded_state_on_the_host_trains_as_on_the_devices(in_parts):
     assert_same(*ends)
 
 
-def test_parts_of_a_block_are_refused_by_name():
+def test_parts_of_a_block_are_rejected_by_name():
     tx, params, state, places = with_codes((64, 512), P(None, "data"))
     specs = {"w": P(None, "data")}, specs_of(places)
     text = r"0/mu/w is int8\[64, 64\] with scales float32\[64, 4\] instead of .*multiples of 128"

@@ -172,7 +172,7 @@ def test_every_transform_takes_its_own_state_back(name):
 
 
 LARGE = {"b": np.ones(3), "w": np.full((32, 160), 0.5)}
-REFUSED = "moment_dtype matched nothing|is refused: the field is a running sum"
+REJECTED = "moment_dtype matched nothing|is rejected: the field is a running sum"
 
 
 @pytest.mark.cases(fast=1, slow=6)
@@ -183,7 +183,7 @@ def test_a_state_with_first_moments_in_8_bits_keeps_every_type(name):
     try:
         state = jax.eval_shape(tx.init, params)
     except ValueError as error:  # it has no such moments
-        assert re.search(REFUSED, str(error)), error
+        assert re.search(REJECTED, str(error)), error
         return
     after = jax.eval_shape(step_of(name, tx), params, state, tree(LARGE, BF16))[1]
     assert types(after) == types(state)
@@ -238,7 +238,7 @@ def test_masters_move_as_in_an_all_float32_run(name):
 
 @pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lion"])
-def test_gradients_per_example_are_refused_by_what_takes_none(name):
+def test_gradients_per_example_are_rejected_by_what_takes_none(name):
     params, gradients = tree(VALUES, F32), tree(GRADIENTS, BF16)
     tx = wrapped(make(name, FACTORIES[name]))
     text = r"b\[3, 3\].* does not take gradients per example: average them over their first axis, "
@@ -247,7 +247,7 @@ def test_gradients_per_example_are_refused_by_what_takes_none(name):
 
 
 @pytest.mark.slow
-def test_one_clip_for_all_examples_is_refused():
+def test_one_clip_for_all_examples_is_rejected():
     params, gradients = tree(VALUES, F32), tree(GRADIENTS, F32)
     tx = wrapped(make("dpsgd", FACTORIES["dpsgd"]), clip_global_norm=1.0)
     text = "clip_global_norm clips one gradient, but these gradients are per example"

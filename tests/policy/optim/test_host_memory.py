@@ -154,7 +154,7 @@ def test_compare_measures_it_as_a_state_on_the_device():
 
 
 @pytest.mark.slow
-def test_memories_that_the_device_lacks_are_refused(monkeypatch):
+def test_memories_that_the_device_lacks_are_rejected(monkeypatch):
     with pytest.raises(ValueError, match="should be 'pinned_host' or None, but got 'host'"):
         wrapped(state_memory_kind="host")
     monkeypatch.setattr(host_memory, "_kinds_of", lambda device: ["device"])

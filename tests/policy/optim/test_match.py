@@ -82,7 +82,7 @@ def test_the_state_is_the_transforms_own_and_extra_arguments_reach_it():
 
 
 @pytest.mark.slow
-def test_strict_refuses_a_lossy_cast_by_name():
+def test_strict_rejects_a_lossy_cast_by_name():
     params, gradients = tree(jnp.float32), tree(jnp.bfloat16)
     tx = match_updates(optax.scale_by_adam(), "grads", strict=True)
     state = tx.init(params)

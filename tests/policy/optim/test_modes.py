@@ -1,4 +1,4 @@
-"""A state used with another storage mode is refused or migrated: no weight is misread."""
+"""A state used with another storage mode is rejected or migrated: no weight is misread."""
 
 import functools
 import itertools
@@ -61,7 +61,7 @@ def assert_masters(bits: int, params: Any, state: Any) -> None:
 
 @pytest.mark.cases(slow=3)
 @pairs
-def test_every_pair_of_modes_is_refused_by_both_names_or_stores_the_same(dtype, a, b):
+def test_every_pair_of_modes_is_rejected_by_both_names_or_stores_the_same(dtype, a, b):
     (params, state), tx = start(a, dtype), transform(b, dtype)
     calls: list[Any] = [functools.partial(stepped, tx, through_optax=way) for way in BOTH_WAYS]
     if is_same_storage(dtype, a, b):
@@ -92,7 +92,7 @@ def test_convert_migrates_from_every_mode_to_every_other(dtype, a, b):
 
 @pytest.mark.cases(fast=20)
 @pairs
-def test_msgpack_refuses_every_pair_that_stores_otherwise(dtype, a, b):
+def test_msgpack_rejects_every_pair_that_stores_otherwise(dtype, a, b):
     saved, target = serialization.to_bytes(start(a, dtype)), start(b, dtype)
     if is_same_storage(dtype, a, b):
         params, state = jax.tree.map(jnp.asarray, serialization.from_bytes(target, saved))
@@ -117,7 +117,7 @@ def checkpoints(tmp_path_factory):
 
 
 def restored(folder: Any, target: Any) -> Any:
-    """Restores with Orbax into a target's tree; returns the tree, or None where it refuses."""
+    """Restores with Orbax into a target's tree; returns the tree, or None where it rejects."""
     import orbax.checkpoint
 
     like = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, target)
@@ -182,7 +182,7 @@ def test_a_traced_step_of_masters_of_another_mode_changes_nothing(
     assert (new["w"] < params["w"]).all()
 
 
-def test_convert_checks_values_and_refuses_what_it_cannot_migrate():
+def test_convert_checks_values_and_rejects_what_it_cannot_migrate():
     params, state = start("full", "bfloat16")
     half, other = start("full", "float16")
     written = {**params, "w": params["w"].at[0, 1].set(7)}
@@ -223,7 +223,7 @@ def test_convert_takes_params_that_are_not_finite_as_they_are(value):
         ("remainder", "float32", "uint16"),
     ],
 )
-def test_masters_of_another_dtype_are_refused_by_name(mode, found, needed):
+def test_masters_of_another_dtype_are_rejected_by_name(mode, found, needed):
     params, state = start(mode, "bfloat16")
     state = state._replace(masters={**state.masters, "w": state.masters["w"].astype(found)})
     text = rf"master_weights='{mode}' .*: w is {found}\[3, 4\] instead of {needed}"

@@ -1,4 +1,4 @@
-"""`moment_dtype`: which moments are stored narrow, how well they do, and which are refused; and the
+"""`moment_dtype`: which moments are stored narrow, how well they do, and which are rejected; and the
 8-bit codes, their numbers, errors and scales.
 """
 
@@ -147,7 +147,7 @@ SQUARES = {"sum_of_squares": BF16}
         (optax.adagrad(1e-3), {"sum_of_squares": "int8"}, KEY, SUM),
     ],
 )
-def test_moments_that_cannot_be_narrow_are_refused_by_name(tx, moment_dtype, key, text):
+def test_moments_that_cannot_be_narrow_are_rejected_by_name(tx, moment_dtype, key, text):
     with pytest.raises(ValueError, match=text):
         wrapped(tx, moment_dtype=moment_dtype, key=key).init(PARAMS)
 
@@ -274,7 +274,7 @@ OTHERS = [None, "bfloat16", {"mu": "bfloat16", "nu": "int8"}, {"nu": "int8"}]
 
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("other", OTHERS)
-def test_a_state_of_another_moment_dtype_is_refused_by_name_and_converted(other):
+def test_a_state_of_another_moment_dtype_is_rejected_by_name_and_converted(other):
     tx, params, state = trained("int8")
     loads = adam_in(other, loss_scale=8.0)
     text = r"other arrays than tx stores for .*0/(mu|nu)/w is \w+\[32, 160\].* instead of \w+"
@@ -295,7 +295,7 @@ def test_a_state_of_another_moment_dtype_is_refused_by_name_and_converted(other)
     assert apply_gradients(tx, params, back, gradients(3))[2]
 
 
-def test_scales_of_another_shape_are_refused_by_name():
+def test_scales_of_another_shape_are_rejected_by_name():
     tx, params, state = trained("int8")
     cut = lambda x: x[:, :1] if x.shape == (32, 2) else x  # noqa: E731
     half = state._replace(inner=jax.tree.map(cut, state.inner))
@@ -403,7 +403,7 @@ def test_a_second_moment_above_0_stays_above_0_and_its_root_near_first_moments(k
 @pytest.mark.cases(fast=1)
 @every_form
 @pytest.mark.parametrize("key", [None, ROUNDING_KEY])
-def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(form, key):
+def test_a_block_that_is_not_finite_is_nan_and_its_neighbors_are_not(form, key):
     x = np.ones((3, 256), np.float32)
     for row, bad in enumerate((np.nan, np.inf, -np.nan)):
         x[row, 5] = bad

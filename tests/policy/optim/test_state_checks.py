@@ -1,5 +1,5 @@
 """A state that is saved, copied or sent comes back whole; one that another transform, other options
-or params made is refused by one clear error.
+or params made is rejected by one clear error.
 """
 
 import copy
@@ -25,7 +25,7 @@ PARAMS = {"b": jnp.ones(3), "w": jnp.full((2, 3), 0.5)}
 GRADIENTS = jax.tree.map(jnp.ones_like, PARAMS)
 
 
-def refuses(tx, state, text, params=PARAMS, gradients=GRADIENTS):
+def rejects(tx, state, text, params=PARAMS, gradients=GRADIENTS):
     """A step of either kind, traced or not, ends with a ValueError of that text."""
     calls = [functools.partial(stepped, tx, through_optax=way) for way in BOTH_WAYS]
     for call in (*calls, jax.jit(calls[0])):
@@ -51,10 +51,10 @@ OTHERS = {
 @pytest.mark.cases(fast=7)
 @pytest.mark.parametrize("copied", [lambda state: state, pickled])
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_state_of_a_transform_with_another_state_is_refused_by_its_leaves(name, copied):
+def test_a_state_of_a_transform_with_another_state_is_rejected_by_its_leaves(name, copied):
     tx, text = OTHERS[name], r"made by another transform than tx: .* Missing: .*\. Unexpected: "
-    refuses(wrapped(tx), copied(wrapped().init(PARAMS)), text)
-    refuses(wrapped(), copied(wrapped(tx).init(PARAMS)), text)
+    rejects(wrapped(tx), copied(wrapped().init(PARAMS)), text)
+    rejects(wrapped(), copied(wrapped(tx).init(PARAMS)), text)
 
 
 FAST, IN_OPTAX = optax.adam(0.1, b2=0.9), optax.adam(0.1, b2=0.9, mu_dtype=jnp.bfloat16)
@@ -72,10 +72,10 @@ NARROW: Any = {"moment_dtype": {"nu": "bfloat16"}}
         (wrapped(FAST), wrapped(IN_OPTAX)),
     ],
 )
-def test_moments_of_another_dtype_are_refused_by_name_and_converted(saves, loads):
+def test_moments_of_another_dtype_are_rejected_by_name_and_converted(saves, loads):
     _, state = stepped(saves, PARAMS, saves.init(PARAMS), GRADIENTS)
     text = r"other arrays than tx .*: 0/(mu|nu)/b is \w+\[3\] instead of .*mu_dtype.*migrates"
-    refuses(loads, state, text)
+    rejects(loads, state, text)
     made = convert(state, PARAMS, to=loads)
     assert dtypes(made) == dtypes(loads.init(PARAMS))
     for new, was in zip(jax.tree.leaves(made.inner), jax.tree.leaves(state.inner), strict=True):
@@ -95,20 +95,20 @@ def test_a_second_moment_that_was_stored_in_half_decays_again_after_convert():
     np.testing.assert_allclose(state.inner.nu["b"], start * 0.999**100, rtol=1e-4)
 
 
-def test_a_state_for_params_of_other_shapes_is_refused_by_name():
+def test_a_state_for_params_of_other_shapes_is_rejected_by_name():
     other = wrapped().init({**PARAMS, "w": jnp.ones((3, 2))})
     text = r"these params: 0/mu/w is float32\[3, 2\] instead of float32\[2, 3\], 0/nu/w is"
-    refuses(wrapped(), other, text)
+    rejects(wrapped(), other, text)
 
 
 @pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("saved", "of_tx"), [(None, "dynamic"), ("dynamic", None), (8.0, "dynamic"), (None, 8.0)]
 )
-def test_another_kind_of_loss_scale_is_refused_by_name_and_converted(saved, of_tx):
+def test_another_kind_of_loss_scale_is_rejected_by_name_and_converted(saved, of_tx):
     state, tx = wrapped(loss_scale=saved).init(PARAMS), wrapped(loss_scale=of_tx)
     kind = "(NoOp|Static|Dynamic)LossScale"
-    refuses(tx, state, f"state has a {kind}, but tx was made with a {kind}")
+    rejects(tx, state, f"state has a {kind}, but tx was made with a {kind}")
     made = convert(state, PARAMS, to=tx)
     assert jax.tree.structure(made) == jax.tree.structure(tx.init(PARAMS))
     assert stepped(tx, PARAMS, made, GRADIENTS)[1].finite
@@ -230,7 +230,7 @@ def state_of(loss_scale, dtype=jnp.bfloat16):
         ((None,), r"loss scale has counter, loss_scale, but .* a NoOpLossScale, which has no such"),
     ],
 )
-def test_a_state_of_another_kind_is_refused_by_name(target, text):
+def test_a_state_of_another_kind_is_rejected_by_name(target, text):
     saved = serialization.to_bytes(state_of("dynamic"))
     with pytest.raises(ValueError, match=text):
         serialization.from_bytes(state_of(*target), saved)

@@ -118,7 +118,7 @@ def test_on_tpus_the_first_moment_of_each_remainder_is_written_with_its_halves(
 
 @pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("low", [0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-def test_a_written_param_beside_a_stale_low_half_is_honoured_to_within_an_ulp(low):
+def test_a_written_param_beside_a_stale_low_half_is_honored_to_within_an_ulp(low):
     param = jnp.asarray(EVERY_16_BITS.view(ml_dtypes.bfloat16))
     stale = jnp.full(param.shape, low, jnp.uint16)
     joined = np.asarray(jax.jit(join_master)(param, stale)).astype(np.float64)
@@ -165,7 +165,7 @@ def test_no_value_written_to_a_param_makes_another_non_finite(mode, dtype):
 @pytest.mark.parametrize(
     "value", [1.0009, -3.3333, 2.0**-14 * 1.3, 2.0**-17 * 1.77, -(2.0**-24) * 1.3, 60000.7]
 )
-def test_stochastic_rounding_gives_the_two_neighbours_and_the_value_on_average(dtype, value):
+def test_stochastic_rounding_gives_the_two_neighbors_and_the_value_on_average(dtype, value):
     count = 2**14
     x = jnp.full((128, count // 128), value, jnp.float32)
     rounded = np.asarray(round_stochastically(x, dtype, jax.random.key(1))).astype(np.float64)
@@ -432,7 +432,7 @@ def test_a_full_master_hands_its_low_bits_to_a_remainder_when_float16_becomes_bf
 
 
 @pytest.mark.slow
-def test_a_changed_dtype_is_refused_by_name_and_resync_accepts_it():
+def test_a_changed_dtype_is_rejected_by_name_and_resync_accepts_it():
     params = {"a": {"w": jnp.ones(2)}, "b": jnp.ones(3, jnp.bfloat16)}
     tx = wrapped(None, "bfloat16")
     state, gradients = tx.init(params), jax.tree.map(lambda p: jnp.ones(p.shape), params)

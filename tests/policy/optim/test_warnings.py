@@ -1,4 +1,4 @@
-"""Mistakes that train on without an error: the warning of each, and the silent neighbours."""
+"""Mistakes that train on without an error: the warning of each, and the silent neighbors."""
 
 import itertools
 from typing import Any

@@ -1,4 +1,4 @@
-"""`mixed_precision` through optax's own contract: order, types, skipped steps, refusals."""
+"""`mixed_precision` through optax's own contract: order, types, skipped steps, rejections."""
 
 import gc
 import sys
@@ -275,7 +275,7 @@ def test_complex_params_are_stepped():
         (lambda u, s, p=None: (u[:1], s), r"updates of .* Unexpected: \(root\)\[1\]"),
     ],
 )
-def test_a_transform_that_changes_trees_or_shapes_is_refused(update, text):
+def test_a_transform_that_changes_trees_or_shapes_is_rejected(update, text):
     odd = optax.GradientTransformation(lambda params: {"n": jnp.zeros(2)}, update)  # pyright: ignore[reportArgumentType]
     tx = mixed_precision(odd, "float32")
     with pytest.raises(ValueError, match=r"^tx can't be wrapped: .*" + text):

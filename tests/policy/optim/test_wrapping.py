@@ -1,7 +1,7 @@
 """Optax's wrappers inside of `mixed_precision` and around it, in every way of stepping.
 
 Inside, each moves the float32 weights as it would by hand in float32, with the skipped step left
-out. Around it, each is refused where the state is made, with the right order.
+out. Around it, each is rejected where the state is made, with the right order.
 """
 
 from typing import Any
@@ -40,16 +40,16 @@ def by_name(on: Any, off: Any) -> Any:
     )
 
 
-def labelled(tx: Any, function: Any) -> Any:
+def labeled(tx: Any, function: Any) -> Any:
     return function({"fast": tx, "slow": optax.sgd(0.125)}, by_name("fast", "slow"))
 
 
-# each around a transform that it is given, which is ours in the refused order
+# each around a transform that it is given, which is ours in the rejected order
 WRAPPERS: dict[str, Any] = {
     "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
     "masked": lambda tx: optax.masked(tx, by_name(True, False)),
-    "multi_transform": lambda tx: labelled(tx, optax.multi_transform),
-    "partition": lambda tx: labelled(tx, optax.partition),
+    "multi_transform": lambda tx: labeled(tx, optax.multi_transform),
+    "partition": lambda tx: labeled(tx, optax.partition),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
     "MultiSteps' transform": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
     "inject_hyperparams": lambda tx: optax.inject_hyperparams(
@@ -142,7 +142,7 @@ def wrapper(request):
 
 WAYS: list[Any] = [Trees, ThroughOptax, InTrainState, InOptimizer, InFlaxsOptimizer]
 KINDS = ("plain", "plain, loss scale", "scaled, loss scale")
-# Flax's own optimizer takes no scaled ones: refused below
+# Flax's own optimizer takes no scaled ones: rejected below
 CASES = [(way, kind) for way in WAYS for kind in KINDS][:-1]
 
 
@@ -182,7 +182,7 @@ def test_inside_it_moves_the_weights_as_by_hand_in_float32(wrapper, way, kind):
 
 @pytest.mark.parametrize("way", [Trees, InOptimizer])
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_around_it_each_is_refused_with_the_right_order(name, way):
+def test_around_it_each_is_rejected_with_the_right_order(name, way):
     wrapped = WRAPPERS[name](mixed_precision(optax.adam(0.0625), "mixed_bfloat16"))
     told = NAMES.get(name, name)
     order = rf"inside optax's {told}, .* Put it outermost: mixed_precision\(optax\.{told}\("
@@ -191,7 +191,7 @@ def test_around_it_each_is_refused_with_the_right_order(name, way):
 
 
 @pytest.mark.slow
-def test_flaxs_optimizer_refuses_scaled_gradients_by_the_name_of_ours():
+def test_flaxs_optimizer_rejects_scaled_gradients_by_the_name_of_ours():
     tx, training = mixed_precision(optax.adam(0.1), "mixed_bfloat16"), InFlaxsOptimizer()
     with pytest.raises(ValueError, match=r"use mpmodules\.nnx\.Optimizer"):
         training.step(tx, training.start(tx), ScaledGradients(GRADIENTS[0], 8.0))

@@ -193,7 +193,7 @@ def test_blocks_of_zeros_and_extremes_stay_finite_and_keep_their_extremes(text, 
         ),
     ],
 )
-def test_codes_that_do_not_fit_are_refused(change, message):
+def test_codes_that_do_not_fit_are_rejected(change, message):
     given = {"codes": np.ones((64, 8)), "scales": np.ones((2, 8)), "format": "int4:32"}
     with pytest.raises(ValueError, match=message):
         QuantizedArray.of_codes(**(given | change))

@@ -88,7 +88,7 @@ def test_boxes_hold_codes_and_scales():
         ({"w": jnp.ones((40, 8))}, "params=int4:32", ValueError, "'w'.*multiple"),
     ],
 )
-def test_refusals(change, policy_text, error, words):
+def test_rejections(change, policy_text, error, words):
     with pytest.raises(error, match=words):
         quantize_params(change or tree(), policy_text)
     with pytest.raises(ValueError, match="nowhere"):
@@ -149,7 +149,7 @@ OWN = {
         lambda x, w: jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=2)[0],
         (4, 64),
     ),
-    "rematerialised": (lambda x, w: jax.checkpoint(lambda x: jnp.tanh(x @ w))(x), (4, 64)),
+    "rematerialized": (lambda x, w: jax.checkpoint(lambda x: jnp.tanh(x @ w))(x), (4, 64)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Casts to 8 bits without a scale, matmuls of dequantised codes, and accumulators of 8 bits."""
+"""Casts to 8 bits without a scale, matmuls of dequantized codes, and accumulators of 8 bits."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _are_codes(value: Value) -> bool:
     )
 
 
-def dequantised_matmuls(flow: Flow) -> Iterator[Finding]:
+def dequantized_matmuls(flow: Flow) -> Iterator[Finding]:
     """Yields floating matmuls of which both operands are widened 8-bit codes.
 
     One such operand is no finding: weights that are stored in 8 bits, and multiplied with
@@ -93,11 +93,11 @@ def dequantised_matmuls(flow: Flow) -> Iterator[Finding]:
             coded = tuple(dict.fromkeys(codes))
             message = (
                 f"{node.name} multiplies {' and '.join(coded)} codes that were just widened: it "
-                f"runs in {dtypes[0]}, unless a compiler recognises the pattern. Multiply the "
+                f"runs in {dtypes[0]}, unless a compiler recognizes the pattern. Multiply the "
                 f"codes themselves with preferred_element_type={_wide(codes[0])}, and the product "
                 "by the scales; m= in a policy does this."
             )
-            yield finding(kinds.DEQUANTISED, node, message, tuple(dict.fromkeys((*coded, *dtypes))))
+            yield finding(kinds.DEQUANTIZED, node, message, tuple(dict.fromkeys((*coded, *dtypes))))
 
 
 def _wide(codes: str) -> str:

@@ -53,11 +53,11 @@ def _reason(node: Node, dtype: str) -> str:
     if name == "rsqrt" or (name == "sqrt" and _is_statistic(node.inputs[0])):
         return (
             f"a variance or norm in {dtype} {sum_limit(dtype)}. Keep statistics in float32, and "
-            "cast the normalised result back."
+            "cast the normalized result back."
         )
     if name == "div" and _is_root_of_statistic(node.inputs[1]):
         return (
-            f"it normalises in {dtype}, by a rounded deviation or norm. Normalise in float32, and "
+            f"it normalizes in {dtype}, by a rounded deviation or norm. Normalize in float32, and "
             "cast the result back."
         )
     if _is_norm_by_dot(node):

@@ -37,7 +37,7 @@ _REMEDY_OF_BROADCASTS = (
 )
 _MOST_ALIKE = 3  # parts of one array: a sum of the four corners of a square is reported
 _MOST = 7  # terms of any kind, such as branches of a network
-_MOST_HOPS = 1  # between devices: a stencil exchanges with its neighbours once
+_MOST_HOPS = 1  # between devices: a stencil exchanges with its neighbors once
 
 
 def low_precision_reductions(flow: Flow) -> Iterator[Finding]:

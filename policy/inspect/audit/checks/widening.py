@@ -48,7 +48,7 @@ _FAR = 64  # values that are searched behind a matmul's operand
 def silent_promotions(flow: Flow) -> Iterator[Finding]:
     """Yields half values promoted by another operand, without a cast, whose result stays wide.
 
-    A Flax normalisation is exempt: its half input meets float32 statistics, but the result is
+    A Flax normalization is exempt: its half input meets float32 statistics, but the result is
     narrowed. A layer that was asked for float32 is exempt too.
     """
     for node in flow.forward:
@@ -111,7 +111,7 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
         if _is_no_work(node, is_computed):
             continue
         is_of_half = flow.multiplies_in_half or len(wide) < 2 or is_computed
-        if is_of_half or any(map(_is_normalised, wide)):
+        if is_of_half or any(map(_is_normalized, wide)):
             yield from (_leak(node, one) for one in sources if _has_leaked(node, one))
         remedy = flow.asked.remedy(node.site.path)
         is_missed = remedy and computes_in_half(flow.asked.policy)
@@ -142,8 +142,8 @@ def default_precisions(flow: Flow) -> Iterator[Finding]:
         yield finding(kinds.PRECISION, node, message)
 
 
-def _is_normalised(value: Value) -> bool:
-    """Returns whether a wide value depends on a square root, as a normalised one does."""
+def _is_normalized(value: Value) -> bool:
+    """Returns whether a wide value depends on a square root, as a normalized one does."""
 
     def wide(node: Node) -> list[Value]:
         if is_joint(node) or is_matmul(node):
@@ -326,7 +326,7 @@ def _is_product(node: Node) -> bool:
 def float32_residuals(flow: Flow) -> Iterator[Finding]:
     """Yields float32 residuals that elementwise arithmetic made of half-precision values.
 
-    Arithmetic that is in float32 for a reason is exempt: normalisations, softmaxes, losses,
+    Arithmetic that is in float32 for a reason is exempt: normalizations, softmaxes, losses,
     anything else with a sum or an exponential, and residual streams that add one value to another.
     """
     if not flow.multiplies_in_half:

@@ -29,14 +29,14 @@ _WIDTH = 118
 _FEW = 10  # numbers that a pattern lists one by one
 
 
-def text(audit: AuditFigures, *, colour: bool = False) -> str:
+def text(audit: AuditFigures, *, color: bool = False) -> str:
     """Returns an audit as text: a summary, its findings, and a tree of the modules.
 
     Modules whose names differ in a number and whose contents are equal are shown as one pattern, as
     rules take it: ``block_[0-3]``. Operations that neither multiply nor sum, and casts, are counted
     in the figures and not listed.
     """
-    paint = Paint(colour)
+    paint = Paint(color)
     parts = [_summary(audit, paint), _findings(audit, paint), _tree(audit.operations, paint)]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 

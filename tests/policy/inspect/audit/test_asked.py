@@ -123,20 +123,20 @@ def half_ported_nnx() -> tuple[Any, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("wing", "model", "layer"),
+    ("api", "model", "layer"),
     [("linen", half_ported_linen, "Dense"), ("nnx", half_ported_nnx, "Linear")],
 )
 @pytest.mark.filterwarnings("ignore:Net of flax")
-def test_a_module_that_an_import_of_flax_left_without_a_policy_is_named(wing, model, layer):
+def test_a_module_that_an_import_of_flax_left_without_a_policy_is_named(api, model, layer):
     with use_policy("bfloat16"):
         report = audit(*model())
     found = [f for f in report.findings if f.kind == "float32-matmul"]
     assert all(f.source.startswith("test_asked.py:") for f in found)
     remedy = (
-        f"obeys no policy: import {wing} from mpmodules in its place, or call "
-        f"mpmodules.{wing}.apply_policy on the model."
+        f"obeys no policy: import {api} from mpmodules in its place, or call "
+        f"mpmodules.{api}.apply_policy on the model."
     )
-    named = {"head": f"flax.{wing}.{layer}", "Net:": f"Net of flax.{wing}"}
+    named = {"head": f"flax.{api}.{layer}", "Net:": f"Net of flax.{api}"}
     assert [f.path for f in found] == list(named)
     assert all(f.message.endswith(f"{named[f.path]} {remedy}") for f in found)
 

@@ -201,7 +201,7 @@ HOSTILE = {
 }
 NET = "examples.py:net --arg f32[4,4]"
 SHOULD_RETURN = r"should return \(function, args\) or \(function, args, kwargs\), .* but returned "
-REFUSED = {
+REJECTED = {
     "no_such_module:f": "there is no module 'no_such_module', neither installed nor in this folder",
     "exits.py:f": r"'exits' can't be imported: it calls sys.exit\(0\)\.",
     "needs_more:f": r"'needs_more' can't be imported: ModuleNotFoundError, see above\.",
@@ -247,12 +247,14 @@ def hostile(tmp_path, monkeypatch):
 
 
 @pytest.mark.cases(fast=14)
-@pytest.mark.parametrize("line", REFUSED, ids=lambda line: line[:60])
-def test_a_line_that_is_refused_ends_in_one_line_that_says_why(hostile, capsys, line):
+@pytest.mark.parametrize("line", REJECTED, ids=lambda line: line[:60])
+def test_a_line_that_is_rejected_ends_in_one_line_that_says_why(hostile, capsys, line):
     assert run(*line.split(" ")) == 2
     printed = capsys.readouterr()
     last = printed.err.splitlines()[-1]
-    assert printed.out == "" and last.startswith("error: ") and re.search(REFUSED[line], last), last
+    assert printed.out == "" and last.startswith("error: ") and re.search(REJECTED[line], last), (
+        last
+    )
 
 
 def test_an_interrupt_stays_one(hostile):

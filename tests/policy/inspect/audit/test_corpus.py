@@ -157,7 +157,7 @@ def test_a_dense_layer_promotes_and_attention_is_half_or_leaves_a_mixed_matmul_i
 
 @pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("layer", (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm))
-def test_normalisations_of_linen_are_right_but_return_float32_where_no_dtype_is_given(layer):
+def test_normalizations_of_linen_are_right_but_return_float32_where_no_dtype_is_given(layer):
     options: Any = {"use_running_average": True} if layer is nn.BatchNorm else {}
     assert found_in(layer(dtype=BF16, **options)) == set()
     promoted = found_in(layer(**options))

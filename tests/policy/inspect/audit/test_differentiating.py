@@ -131,7 +131,7 @@ def test_suggest_and_the_assertions_take_the_same_keywords():
     assert_no_silent_promotion(lambda w, x: x @ w, half, backward=True, params="w")
 
 
-def test_params_that_say_nothing_are_refused():
+def test_params_that_say_nothing_are_rejected():
     with pytest.raises(ValueError, match=r"params=0 selects .* so it needs backward=True"):
         audit(jnp.sum, X, params=0)
     with pytest.raises(TypeError, match=r"but got a dict\. If the function has an argument"):

@@ -143,24 +143,24 @@ def assert_pasted(printed: Iterable[str], modules: Iterable[str]) -> None:
 @pytest.mark.cases(slow=1)
 @EACH
 def test_every_tool_prints_paths_that_rules_take(kind):
-    wing, make = MODELS[kind]
+    api, make = MODELS[kind]
     model = make()
     fn, args = called(model)
     step, given = trained(model)
     for report in (audit(fn, *args, backward=True), audit(step, *given)):
         assert {"Net:", "head", "Net"} < set(report.paths)
-        assert_pasted(report.paths, MODULES[wing])
+        assert_pasted(report.paths, MODULES[api])
     records = autocast(fn, HALF).explain(*args).records
-    assert_pasted({record.path for record in records}, MODULES[wing])
+    assert_pasted({record.path for record in records}, MODULES[api])
     mean: Any = lambda *args: args[0](*args[1:]).mean()  # noqa: E731
-    loss = mean if wing == "nnx" else functools.partial(mean, fn)
-    given = (fn, *args) if wing == "nnx" else args
+    loss = mean if api == "nnx" else functools.partial(mean, fn)
+    given = (fn, *args) if api == "nnx" else args
     comparison = compare(loss, *given, policy=HALF, backward=True)
     rows = (*comparison.activations, *comparison.gradients)
-    assert_pasted({row.path for row in rows}, MODULES[wing])
+    assert_pasted({row.path for row in rows}, MODULES[api])
     assert comparison.first_jump is None or comparison[comparison.first_jump] in rows
     found = suggest(fn, *args, policy=HALF, error=1e-6)
-    assert_pasted({evidence.path for evidence in found.evidence}, MODULES[wing])
+    assert_pasted({evidence.path for evidence in found.evidence}, MODULES[api])
 
 
 def dots(report: Any, dtype: str = "float") -> set[str]:
@@ -176,13 +176,13 @@ def wide_dots(report: Any) -> set[str]:
 @EACH
 @pytest.mark.parametrize("way", ["scope", "port", "autocast", "audit"])
 def test_a_printed_path_puts_its_module_and_what_is_below_in_float32_and_nothing_else(kind, way):
-    wing, make = MODELS[kind]
+    api, make = MODELS[kind]
     fn, args = called(make())
     every = dots(audit(fn, *args))
 
     def under(rules: Any) -> Any:
         if way == "autocast":
-            if wing == "nnx":  # a module that a function holds is none of its arguments
+            if api == "nnx":  # a module that a function holds is none of its arguments
                 return audit(lambda model, x: autocast(model, HALF, rules=rules)(x), fn, *args)
             return audit(autocast(fn, HALF, rules=rules), *args)
         if way == "audit":
@@ -190,13 +190,13 @@ def test_a_printed_path_puts_its_module_and_what_is_below_in_float32_and_nothing
         if way == "scope":
             with use_policy(HALF, rules):
                 return audit(fn, *args)
-        apply_policy = linen.apply_policy if wing == "linen" else nnx.apply_policy
+        apply_policy = linen.apply_policy if api == "linen" else nnx.apply_policy
         model = apply_policy(make(), HALF, rules)
-        return audit(*((model.apply, *args) if wing == "linen" else (model, X)))
+        return audit(*((model.apply, *args) if api == "linen" else (model, X)))
 
     if way == "scope" and kind != "linen":
         pytest.skip("a scope reaches linen's layers of ours alone")
-    lists = ("blocks_1", "tail") if wing == "linen" else ("blocks", "blocks/1", "tail/layers")
+    lists = ("blocks_1", "tail") if api == "linen" else ("blocks", "blocks/1", "tail/layers")
     for path in ("first", *lists, "Net", "Net:", ""):
         found = wide_dots(under({path: WIDE_INSIDE}))
         inside = path.removesuffix("Net:")
@@ -320,13 +320,13 @@ a:b a=b <b> it's q"q a\b {x} a,b ij,jk->ik # %d u/v w//x /y p/p x.y/z
 NAMES = (*_WORDS.split(), "my layer")
 FEW = ("a", "my layer", "conv-1", "a.b", "f(x)", 'q"q', "[b]", "/y//")
 X3 = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3)), jnp.float32)
-WINGS = {"Flax's linen": flax_linen, "linen": linen, "Flax's nnx": flax_nnx, "nnx": nnx}
-EACH_WING = pytest.mark.parametrize("wing", WINGS)
+APIS = {"Flax's linen": flax_linen, "linen": linen, "Flax's nnx": flax_nnx, "nnx": nnx}
+EACH_API = pytest.mark.parametrize("api", APIS)
 
 
-def named_model(wing: str, names: tuple[str, ...] = FEW) -> tuple[Any, Any, tuple[Any, ...]]:
-    mod: Any = WINGS[wing]
-    if wing.endswith("linen"):
+def named_model(api: str, names: tuple[str, ...] = FEW) -> tuple[Any, Any, tuple[Any, ...]]:
+    mod: Any = APIS[api]
+    if api.endswith("linen"):
 
         class LinenNet(mod.Module):
             @mod.compact
@@ -356,10 +356,10 @@ def arrays_of(args: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.37, leaf.dtype), args)
 
 
-def ported_with(wing: str, model: tuple[Any, Any, Any], pattern: str) -> Any:
-    apply_policy = linen.apply_policy if wing.endswith("linen") else nnx.apply_policy
+def ported_with(api: str, model: tuple[Any, Any, Any], pattern: str) -> Any:
+    apply_policy = linen.apply_policy if api.endswith("linen") else nnx.apply_policy
     ported = apply_policy(model[0], HALF, {pattern: "float32"})
-    return ported.apply if wing.endswith("linen") else ported
+    return ported.apply if api.endswith("linen") else ported
 
 
 def assert_rows(paths: Any, names: tuple[str, ...] = FEW) -> None:
@@ -369,18 +369,18 @@ def assert_rows(paths: Any, names: tuple[str, ...] = FEW) -> None:
 
 
 @pytest.mark.cases(slow=3)
-@EACH_WING
-def test_audit_has_a_row_for_each(wing):
-    _, fn, args = named_model(wing, NAMES)
+@EACH_API
+def test_audit_has_a_row_for_each(api):
+    _, fn, args = named_model(api, NAMES)
     report = audit(fn, *args, backward=True)
     assert_rows(report.paths, NAMES)
     assert all(part in str(report) for name in NAMES for part in name.split("/"))
 
 
 @pytest.mark.cases(slow=2)
-@EACH_WING
-def test_compare_suggest_and_explain_have_a_row_for_each_and_rules_name_them(wing):
-    _, fn, args = named_model(wing)
+@EACH_API
+def test_compare_suggest_and_explain_have_a_row_for_each_and_rules_name_them(api):
+    _, fn, args = named_model(api)
     arrays = arrays_of(args)
     assert_rows(row.path for row in compare(fn, *arrays, policy=HALF).activations)
     found = suggest(fn, *arrays, policy=HALF, error=1e-6)
@@ -392,27 +392,27 @@ def test_compare_suggest_and_explain_have_a_row_for_each_and_rules_name_them(win
 
 
 @pytest.mark.cases(fast=1, slow=29)
-@EACH_WING
+@EACH_API
 @pytest.mark.parametrize("name", FEW)
-def test_autocast_ports_and_assertions_obey_patterns_of_each(wing, name):
-    _, fn, args = model = named_model(wing)
+def test_autocast_ports_and_assertions_obey_patterns_of_each(api, name):
+    _, fn, args = model = named_model(api)
     name = joined([name])
     report = autocast(fn, HALF, rules={re.escape(name): "float32"}).explain(*args)
     assert [record.path for record in report.wide_matmuls] == [name]
-    ported = ported_with(wing, model, re.escape(name))
+    ported = ported_with(api, model, re.escape(name))
     with pytest.raises(AssertionError, match=re.escape(f"at '{name}'")):
         assert_dots_in(ported, args, "bfloat16")
     assert_dots_in(ported, args, "bfloat16", allow=[re.escape(name)])
 
 
 @pytest.mark.cases(slow=3)
-@EACH_WING
+@EACH_API
 @pytest.mark.parametrize(("pattern", "wide"), [("a", ["a", "a/b"]), ("a/b", ["a/b"])])
-def test_a_slash_in_a_name_divides_it_for_rules_and_for_tools(wing, pattern, wide):
-    _, fn, args = model = named_model(wing, ("a", "a//b", "ab", "c"))
+def test_a_slash_in_a_name_divides_it_for_rules_and_for_tools(api, pattern, wide):
+    _, fn, args = model = named_model(api, ("a", "a//b", "ab", "c"))
     report = autocast(fn, HALF, rules={pattern: "float32"}).explain(*args)
     assert [record.path for record in report.wide_matmuls] == wide
-    ported = ported_with(wing, model, pattern)
+    ported = ported_with(api, model, pattern)
     dots = [op for op in audit(ported, *args).operations if op.primitive == "dot_general"]
     assert [op.path for op in dots if "float32" in op.operands] == wide
 
@@ -436,9 +436,9 @@ def test_a_model_whose_call_calls_its_base_class_has_one_path(name):
 
 
 @pytest.mark.cases(fast=1)
-@pytest.mark.parametrize("wing", ["Flax's linen", "linen"])
-def test_names_are_known_where_params_are_closed_over_and_where_jit_traced_before(wing):
-    _, fn, (variables, x) = named_model(wing)
+@pytest.mark.parametrize("api", ["Flax's linen", "linen"])
+def test_names_are_known_where_params_are_closed_over_and_where_jit_traced_before(api):
+    _, fn, (variables, x) = named_model(api)
     variables = arrays_of(variables)
     assert_rows(audit(lambda x: fn(variables, x), x).paths)
     jitted = jax.jit(fn)

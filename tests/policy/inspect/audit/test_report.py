@@ -172,13 +172,13 @@ class Terminal(io.StringIO):
 @pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("no", ({}, {"NO_COLOR": "1"}, {"TERM": "dumb"}))
 @pytest.mark.parametrize("file", (Terminal, io.StringIO))
-def test_colours_are_for_terminals_and_for_nobody_who_said_no(report, monkeypatch, no, file):
-    coloured = file is Terminal and not no
+def test_colors_are_for_terminals_and_for_nobody_who_said_no(report, monkeypatch, no, file):
+    colored = file is Terminal and not no
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
     for name, value in no.items():
         monkeypatch.setenv(name, value)
     out = file()
     report.show(out)
-    assert ("\x1b[" in out.getvalue()) == coloured
-    assert not coloured or "\x1b[31m13 findings\x1b[0m" in out.getvalue()
+    assert ("\x1b[" in out.getvalue()) == colored
+    assert not colored or "\x1b[31m13 findings\x1b[0m" in out.getvalue()

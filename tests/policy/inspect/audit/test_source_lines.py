@@ -18,12 +18,12 @@ from policy import audit, compare, use_policy
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
 HERE = re.compile(r"test_source_lines\.py:\d+ \(.+\)")
-WINGS = pytest.mark.parametrize("wing", ["Flax's linen", "linen", "Flax's nnx", "nnx"])
+APIS = pytest.mark.parametrize("api", ["Flax's linen", "linen", "Flax's nnx", "nnx"])
 
 
-def model_of(wing: str) -> tuple[Any, tuple[Any, ...]]:
-    if wing.endswith("linen"):
-        nn: Any = linen if wing == "linen" else flax_linen
+def model_of(api: str) -> tuple[Any, tuple[Any, ...]]:
+    if api.endswith("linen"):
+        nn: Any = linen if api == "linen" else flax_linen
 
         class Net(nn.Module):
             @nn.compact
@@ -34,7 +34,7 @@ def model_of(wing: str) -> tuple[Any, tuple[Any, ...]]:
 
         model = Net()
         return model.apply, (model.init(jax.random.key(0), X), X)
-    mod: Any = nnx if wing == "nnx" else flax_nnx
+    mod: Any = nnx if api == "nnx" else flax_nnx
     rngs = flax_nnx.Rngs(0)
 
     class NnxNet(mod.Module):
@@ -57,9 +57,9 @@ def line(text: str) -> list[int]:
 
 
 @pytest.mark.cases(fast=1)
-@WINGS
-def test_every_operation_and_finding_is_of_a_line_of_the_model(wing):
-    fn, args = model_of(wing)
+@APIS
+def test_every_operation_and_finding_is_of_a_line_of_the_model(api):
+    fn, args = model_of(api)
     report = audit(fn, *args, policy="mixed_float16", backward=True)
     inside = [op for op in report.operations if op.path and op.kind != "other"]
     # No code of the model's calls the casts at its boundary.
@@ -71,9 +71,9 @@ def test_every_operation_and_finding_is_of_a_line_of_the_model(wing):
 
 
 @pytest.mark.cases(slow=2)
-@WINGS
-def test_compare_names_the_line_and_operation_that_made_an_error_and_no_cast_of_a_boundary(wing):
-    fn, args = model_of(wing)
+@APIS
+def test_compare_names_the_line_and_operation_that_made_an_error_and_no_cast_of_a_boundary(api):
+    fn, args = model_of(api)
     comparison = compare(fn, *args, policy="mixed_float16")
     assert all(HERE.fullmatch(row.source) for row in comparison.rows), comparison
     assert not {row.primitive for row in comparison.rows} & {"convert_element_type"}
@@ -151,9 +151,9 @@ class NnxDoubles(nnx.Module):
 
 
 @pytest.mark.cases(fast=1)
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_equal_modules_have_the_lines_of_their_own_code(wing):
-    if wing == "linen":
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_equal_modules_have_the_lines_of_their_own_code(api):
+    if api == "linen":
         model: Any = linen.Sequential([Doubles() for _ in range(3)], dtype_policy="mixed_bfloat16")
         call, args = model.apply, ({}, X)
     else:

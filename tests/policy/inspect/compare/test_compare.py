@@ -198,13 +198,13 @@ def test_underflow_and_cancellation_are_jumps_of_the_layers_that_make_them() -> 
     def cancels(x: Any) -> Any:
         with jax.named_scope("fine"):
             x = x.astype(BF16) + BF16(1000)
-        with jax.named_scope("centred"):
+        with jax.named_scope("centered"):
             return x - BF16(1000)
 
     lost = compare(small, normal(32))
     assert lost.first_jump == "small" and lost["small"].underflow == 1.0
     assert lost["after"].is_jump is False
-    assert compare(cancels, normal(32)).first_jump == "centred"
+    assert compare(cancels, normal(32)).first_jump == "centered"
 
 
 # ---------------------------------------------------------------------------- every kind of program
@@ -448,11 +448,11 @@ def test_nnx_models_are_named_and_keep_their_state() -> None:
     assert {"layer/kernel", "layer/bias"} <= {row.path for row in trained.parameters}
 
 
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
 @pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
-def test_a_model_that_carries_a_policy_is_compared_under_it_or_not_at_all(wing: str) -> None:
+def test_a_model_that_carries_a_policy_is_compared_under_it_or_not_at_all(api: str) -> None:
     carried, x = "mixed_bfloat16", normal(4, 8)
-    if wing == "linen":
+    if api == "linen":
         model: Any = nn.Dense(4, dtype_policy=carried)
         given = model.apply, jax.jit(model.init)(jax.random.key(0), x), x
     else:
@@ -492,7 +492,7 @@ def test_errors_in_a_deep_model_are_those_of_the_jitted_program_at_its_boundarie
         assert found[name].error == pytest.approx(relative(value, other), rel=0.05)
 
 
-# ---------------------------------------------------------------- what is said, and what is refused
+# ---------------------------------------------------------------- what is said, and what is rejected
 
 
 def test_a_comparison_is_text_and_json() -> None:
@@ -527,12 +527,12 @@ def test_nan_in_the_inputs_and_in_float32_itself_are_reported() -> None:
         ((jnp.sin, np.ones(3)), {"loss_scale": 0}, "loss_scale should be a positive number"),
     ],
 )
-def test_what_can_not_be_compared_is_refused_by_name(arguments, options, text):
+def test_what_can_not_be_compared_is_rejected_by_name(arguments, options, text):
     with pytest.raises((TypeError, ValueError), match=text):
         compare(*arguments, **options)
 
 
 @pytest.mark.slow
-def test_a_row_that_is_not_there_is_refused_with_those_that_are() -> None:
+def test_a_row_that_is_not_there_is_rejected_with_those_that_are() -> None:
     with pytest.raises(KeyError, match=r"No row 'third'\. Rows: first, second"):
         compare(half_model, normal(8, 8), normal(4, 8))["third"]

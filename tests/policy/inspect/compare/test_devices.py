@@ -34,9 +34,9 @@ class NnxNet(nnx.Module):
         return self.router(x), self.other(x)
 
 
-def errors(rule: str, wing: str) -> Any:
+def errors(rule: str, api: str) -> Any:
     rules: Any = {"router": rule}
-    if wing == "linen":
+    if api == "linen":
         variables = Net().init(jax.random.key(1), X)
         found = compare(Net().apply, variables, X, policy=MIXED, rules=rules, on="tpu")
     else:
@@ -45,12 +45,12 @@ def errors(rule: str, wing: str) -> Any:
 
 
 @pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_a_float32_rule_holds_on_a_tpu_and_the_default_precision_costs_bfloat16s_error(wing):
-    assert errors("float32", wing)["router"] < 1e-6
-    lost = errors("c=f32,o=f32,x=default", wing)
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_float32_rule_holds_on_a_tpu_and_the_default_precision_costs_bfloat16s_error(api):
+    assert errors("float32", api)["router"] < 1e-6
+    lost = errors("c=f32,o=f32,x=default", api)
     assert 1e-3 < lost["router"] < 1e-2
-    assert 1e-3 < errors("float32", wing)["other"] < 1e-2
+    assert 1e-3 < errors("float32", api)["other"] < 1e-2
 
 
 def test_a_float32_program_differs_on_devices_by_their_passes():
@@ -78,7 +78,7 @@ def test_passes_inside_of_a_scan_and_of_gradients_are_measured():
     assert all(row.error == 0 for row in exact.rows)
 
 
-def test_an_unknown_device_is_refused():
+def test_an_unknown_device_is_rejected():
     with pytest.raises(ValueError, match="'v5e'"):
         compare(jnp.dot, X, X.T, on="v5e")  # type: ignore[arg-type]
 

@@ -165,7 +165,7 @@ def test_an_epsilon_that_float16_does_not_hold_is_half_precisions_fault(model, p
 
 
 class Block(nn.Module):
-    """Normalisations, attention, and gradients of biases: others in half precision."""
+    """Normalizations, attention, and gradients of biases: others in half precision."""
 
     attends: bool = True
 
@@ -269,7 +269,7 @@ def test_a_model_under_autocast_has_all_constants_of_its_float32_trace(name: str
     loss = lambda params, x: jnp.sum(jnp.abs(fn(params, x)).astype(F32))  # noqa: E731
     call = Call.measured("compare", loss, (params, x), {}, None, 1.0)
     program = program_of(call, get_policy("mixed_float16"))
-    assert program.refused == "" and program.reference.unpaired == ()
+    assert program.rejected == "" and program.reference.unpaired == ()
 
 
 # ------------------------------------------------------------------ constants without a counterpart

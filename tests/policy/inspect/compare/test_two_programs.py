@@ -125,25 +125,25 @@ def plain(params: Any, x: Any) -> Any:
     return x
 
 
-def loss_of(wing: str) -> tuple[Any, Any]:
+def loss_of(api: str) -> tuple[Any, Any]:
     """Returns a loss and its first argument; an nnx model captures its policy."""
-    if wing in ("linen", "scanned"):
-        net = Net() if wing == "linen" else Deep()
+    if api in ("linen", "scanned"):
+        net = Net() if api == "linen" else Deep()
         variables = net.init(jax.random.key(0), normal(4, 8))
         return lambda v, x: jnp.square(apply(net, v, x)).mean(), variables
-    if wing == "nnx":
+    if api == "nnx":
         return lambda model, x: jnp.square(model(x)).mean(), XNet(nnx.Rngs(0))
     params = {"stem": normal(8, 8), "head": normal(8, 4)}
     return lambda params, x: jnp.square(plain(params, x)).mean(), params
 
 
 @pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("wing", ["linen", "nnx", "plain", "scanned"])
-def test_beside_the_policy_float32_is_beside_float32_forward_and_backward(wing: str) -> None:
-    loss, params = loss_of(wing)
+@pytest.mark.parametrize("api", ["linen", "nnx", "plain", "scanned"])
+def test_beside_the_policy_float32_is_beside_float32_forward_and_backward(api: str) -> None:
+    loss, params = loss_of(api)
     options: Any = {"policy": "mixed_bfloat16", "backward": True, "loss_scale": 8.0}
     beside: Any = "float32"
-    if wing == "nnx":
+    if api == "nnx":
         beside = loss, params, normal(4, 8)
         params = nnx.apply_policy(params, options.pop("policy"))
     right = compare(loss, params, normal(4, 8), **options)

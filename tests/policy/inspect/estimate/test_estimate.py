@@ -299,7 +299,7 @@ def test_x64_is_estimated_as_it_is():
         ((loss, W, X), {"policies": [4]}, "A policy should be a Policy or its text form"),
     ],
 )
-def test_a_call_that_makes_no_sense_is_refused(args, options, message):
+def test_a_call_that_makes_no_sense_is_rejected(args, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         estimate(*args, **({"policies": ["float32"]} | options))
 

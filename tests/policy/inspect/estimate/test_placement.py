@@ -60,7 +60,7 @@ def specs(shardings, *args, **options):
         (P("data", "data"), "w can't be sharded by .* duplicate"),
     ],
 )
-def test_a_sharding_that_does_not_fit_is_refused_with_the_arrays_name(spec, message):
+def test_a_sharding_that_does_not_fit_is_rejected_with_the_arrays_name(spec, message):
     with pytest.raises(ValueError, match=message):
         PLACEMENT.sharding(spec, X, "w")
 
@@ -132,7 +132,7 @@ def test_an_arrays_own_sharding_holds_unless_another_is_given():
         (({"b": P()}, None), ValueError, r"shardings\[0\] is not a prefix of the argument's tree"),
     ],
 )
-def test_shardings_of_another_form_are_refused(shardings, error, message):
+def test_shardings_of_another_form_are_rejected(shardings, error, message):
     with pytest.raises(error, match=message):
         specs(shardings, {"a": X}, X)
 

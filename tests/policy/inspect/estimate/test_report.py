@@ -168,7 +168,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_has_colours_unless_no_color_is_set(monkeypatch, capsys):
+def test_a_terminal_has_colors_unless_no_color_is_set(monkeypatch, capsys):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     found = estimate_of(cost(), lacking())
@@ -177,7 +177,7 @@ def test_a_terminal_has_colours_unless_no_color_is_set(monkeypatch, capsys):
     shown = terminal.getvalue()
     assert "\x1b[31mlacks 4 GiB" in shown and "\x1b[32mfits, 4 GiB spare" in shown
     assert CODES.sub("", shown) == f"{found}\n"
-    assert estimate_text(found, colour=True) == shown.removesuffix("\n")
+    assert estimate_text(found, color=True) == shown.removesuffix("\n")
     monkeypatch.setenv("NO_COLOR", "1")
     terminal = _Terminal()
     found.show(terminal)

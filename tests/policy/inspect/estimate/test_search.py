@@ -31,7 +31,7 @@ MATMULS = 2 * LAYERS * 2 * 8 * WIDTH * WIDTH  # FLOPs of forward for 8 examples
 
 
 def example(batch=8, remat=None):
-    """The gradient of scanned and rematerialised blocks of two matmuls."""
+    """The gradient of scanned and rematerialized blocks of two matmuls."""
 
     def block(x, w):
         hidden = checkpoint_name(x @ w, "hidden")
@@ -120,7 +120,7 @@ def test_a_name_is_a_policy_of_checkpoints(name):
         ),
     ],
 )
-def test_a_search_that_makes_no_sense_is_refused_before_anything_is_traced(options, message):
+def test_a_search_that_makes_no_sense_is_rejected_before_anything_is_traced(options, message):
     def traced(batch=8, remat=None):
         raise AssertionError
 
@@ -128,7 +128,7 @@ def test_a_search_that_makes_no_sense_is_refused_before_anything_is_traced(optio
         estimate(traced, **options)
 
 
-def test_an_option_that_nothing_takes_is_refused_by_name():
+def test_an_option_that_nothing_takes_is_rejected_by_name():
     with pytest.raises(ValueError, match=r"no parameter 'remat', .* Parameters: batch."):
 
         def lacking(batch=8):
@@ -141,7 +141,7 @@ def test_an_option_that_nothing_takes_is_refused_by_name():
     assert estimate(lambda **given: example(**given), batch=4).rows[0].batch == 4
 
 
-def test_a_name_that_no_value_has_is_refused():
+def test_a_name_that_no_value_has_is_rejected():
     with pytest.raises(ValueError, match=r"names 'hiden'. Names: hidden."):
         estimate(remat="names:hidden,hiden")
 

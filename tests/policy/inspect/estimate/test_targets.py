@@ -34,7 +34,7 @@ from policy.inspect.hlo.costs import Costs, costs_of
         ("cpu:8", r"'cpu:8' should be 'cpu' alone: .* XLA_FLAGS=--xla_force_host"),
     ],
 )
-def test_a_target_that_there_is_not_is_refused(name, message):
+def test_a_target_that_there_is_not_is_rejected(name, message):
     with pytest.raises(ValueError, match=message):
         Target(name)
 
@@ -85,12 +85,12 @@ def test_a_mesh_has_all_devices_of_a_target():
 def test_a_topology_that_can_not_be_made_says_why(monkeypatch, name, said, error, message):
     seen: dict[str, object] = {}
 
-    def refused(**given):
+    def rejected(**given):
         seen.update(given, skip=os.environ.get("TPU_SKIP_MDS_QUERY"))
         raise RuntimeError(said)
 
     monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
-    monkeypatch.setattr(targets.topologies, "get_topology_desc", refused)
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", rejected)
     targets._topology.cache_clear()
     with pytest.raises(error, match=message):
         _ = Target(name).devices
@@ -132,7 +132,7 @@ def test_a_file_changes_the_figures_of_the_gpu_that_it_is_like(tmp_path):
         ({"capability": [9]}, r"'capability' should have the form of \[9, 0\], but is \[9\]"),
     ],
 )
-def test_a_file_of_other_contents_is_refused_by_name(tmp_path, contents, message):
+def test_a_file_of_other_contents_is_rejected_by_name(tmp_path, contents, message):
     path = written(tmp_path, contents)
     with pytest.raises(ValueError, match=message) as raised:
         _ = Target(path).chip

@@ -55,7 +55,7 @@ def block(x, w):
 
 
 def net(w, x, kernel):
-    """Three turns of a rematerialised block, attention, and a convolution without padding."""
+    """Three turns of a rematerialized block, attention, and a convolution without padding."""
     with jax.named_scope("Net"):
         with jax.named_scope("layers"):
             x = lax.scan(jax.checkpoint(block), x, w)[0]
@@ -166,7 +166,7 @@ def nested_scan(steps, w, x):
     return lax.scan(lambda c, _: (scanned(5, w, c), None), x, None, length=steps)[0]
 
 
-def rematerialised(steps, w, x):
+def rematerialized(steps, w, x):
     body = jax.checkpoint(lambda c, _: (jnp.tanh(jnp.tanh(c @ w) @ w), None))
     return lax.scan(body, x, None, length=steps)[0]
 
@@ -187,7 +187,7 @@ def gradient(function):
 
 
 LOOPS = [scanned, reversed_scan, nested_scan, mapped, fori]
-GRADIENTS = [gradient(f) for f in (scanned, reversed_scan, nested_scan, rematerialised, mapped)]
+GRADIENTS = [gradient(f) for f in (scanned, reversed_scan, nested_scan, rematerialized, mapped)]
 
 
 @pytest.mark.cases(fast=1, slow=6)

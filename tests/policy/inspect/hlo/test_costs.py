@@ -9,7 +9,7 @@ from policy.inspect.hlo.text import parse
 from tests.policy.inspect.hlo.texts import text_of
 
 
-def test_a_text_that_is_no_module_is_refused():
+def test_a_text_that_is_no_module_is_rejected():
     with pytest.raises(ValueError, match="not an HLO module: it has no ENTRY"):
         parse("HloModule nothing\n")
 

@@ -62,7 +62,7 @@ def test_of_values_that_share_memory_the_later_one_is_alive_at_the_largest_momen
     assert alive(overwritten) == ["in-place", "while.1"]
 
 
-def test_a_text_that_assigns_no_memory_is_refused():
+def test_a_text_that_assigns_no_memory_is_rejected():
     with pytest.raises(ValueError, match="assigns no memory: it begins with 'nothing'"):
         allocations_of(Dump("", "nothing", ""))
 
@@ -101,7 +101,7 @@ def test_a_copy_of_an_argument_names_it():
         ]
 
 
-def test_a_folder_without_one_program_is_refused(tmp_path):
+def test_a_folder_without_one_program_is_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"should hold three files of one .* but has none: the"):
         read_dump(tmp_path)
     (tmp_path / "b.after_optimizations.txt").write_text("")
@@ -157,7 +157,7 @@ def test_matmuls_that_triton_finds_no_tiles_for_are_compiled_without_it():
     fails = FailsInTriton("RESOURCE_EXHAUSTED: ...")
     step = compiled_step(fails, Target("h100"), [])
     assert step.is_exhausted and step.text == read_dump(OUT_OF_MEMORY).program
-    with pytest.raises(ValueError, match="h100's compiler refuses the program: INTERNAL: out of"):
+    with pytest.raises(ValueError, match="h100's compiler rejects the program: INTERNAL: out of"):
         compiled_step(FailsInTriton("INTERNAL: out of luck"), Target("h100"), [])
 
 

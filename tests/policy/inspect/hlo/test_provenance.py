@@ -16,7 +16,7 @@ from policy.programs.paths import spelled
 from tests.policy.inspect.hlo.texts import text_of
 
 BACKWARD_SCAN = "jit(step)/transpose(jvp(Net))/layers/while/body"
-REMATERIALISED = "checkpoint/rematted_computation"
+REMATERIALIZED = "checkpoint/rematted_computation"
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ REMATERIALISED = "checkpoint/rematted_computation"
         ("jit(step)/Net/attention/bqhd,bkhd->bhqk/dot_general", "attention"),
         ("jit(step)/Net/convert_element_type", "Net:"),
         ("jit(step)/jvp(Net)/layers/while/body/closed_call/block/mlp/dot", "layers/block/mlp"),
-        (f"{BACKWARD_SCAN}/closed_call/{REMATERIALISED}/block/mlp/dot", "layers/block/mlp"),
+        (f"{BACKWARD_SCAN}/closed_call/{REMATERIALIZED}/block/mlp/dot", "layers/block/mlp"),
         (f"{BACKWARD_SCAN}/jit(dynamic_index_in_dim)/dynamic_slice", "layers"),
         ("jit(step)/jvp(Net)/layers/while/cond/lt", "layers"),
         ("jit(step)/jvp(Net)/layers/while/body/eval_jaxpr/block/mul", "layers/block"),
@@ -46,7 +46,7 @@ REMATERIALISED = "checkpoint/rematted_computation"
         ("x", ""),
         ("reduce_sum", ""),
         ("", ""),
-        (f"jit(f)/transpose(jvp(Net))/while/body/eval_jaxpr/{REMATERIALISED}/b/mul", "b"),
+        (f"jit(f)/transpose(jvp(Net))/while/body/eval_jaxpr/{REMATERIALIZED}/b/mul", "b"),
         ("jit(f)/jvp(Net)/while/body/closed_call", "Net:"),
         ("jit(f)/Net/a/add;jit(f)/Net/b/mul", "a"),
     ],

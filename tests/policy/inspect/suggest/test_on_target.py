@@ -83,7 +83,7 @@ class Compiler:
     Attributes:
       texts: the programs that it has compiled.
       memory: bytes that each takes; in float32 alone, without half precision, `wide_memory`.
-      exhausts: whether it refuses a program that takes more than the device has.
+      exhausts: whether it rejects a program that takes more than the device has.
     """
 
     texts: list[str] = dataclasses.field(default_factory=list)
@@ -309,7 +309,7 @@ def test_a_module_costs_what_float32_adds_to_its_kernels(half: Any, full: Any, c
     assert found == pytest.approx(costs)
 
 
-# ----------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- rejections
 
 
 @pytest.mark.cases(fast=1)
@@ -325,7 +325,7 @@ def test_a_module_costs_what_float32_adds_to_its_kernels(half: Any, full: Any, c
         ({"on": None, "mesh": {"data": 1}}, "apply to a target, but on= is missing: pass it too"),
     ],
 )
-def test_what_can_not_be_asked_of_a_target_is_refused_before_anything_is_compiled(
+def test_what_can_not_be_asked_of_a_target_is_rejected_before_anything_is_compiled(
     options: Any, text: str, compiler: Compiler
 ) -> None:
     unusable: Any = None  # nothing looks at the arguments

@@ -21,7 +21,7 @@ from tests.programs import apply
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
 
-def cancelling(planted: tuple[int, ...], layers: int = 4) -> Any:
+def canceling(planted: tuple[int, ...], layers: int = 4) -> Any:
     """Residual layers of which some lose what they return in an offset."""
 
     def model(ws: Any, x: Any) -> Any:
@@ -48,7 +48,7 @@ def residual() -> tuple[Any, Any]:
 
 @pytest.mark.slow
 def test_exactly_the_planted_layers_are_kept_by_the_rules_that_are_printed(residual, caplog):
-    model = cancelling((1, 2, 3))
+    model = canceling((1, 2, 3))
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         found = suggest(model, *residual, error=0.03, policy="mixed_bfloat16")
     messages = [record.getMessage() for record in caplog.records]
@@ -100,7 +100,7 @@ def test_exactly_the_layer_of_ours_that_overflows_is_kept_by_rules_of_the_scope(
     assert relative(ruled, jax.jit(called)(variables, x)) <= 0.01
 
 
-class Centred(nn.Module):
+class Centered(nn.Module):
     """Loses what its layer returns in an offset, or does not."""
 
     offset: float
@@ -110,12 +110,12 @@ class Centred(nn.Module):
         return (nn.Dense(8, name="dense")(x) + self.offset) - self.offset
 
 
-class KeptCentred(Centred):
+class KeptCentered(Centered):
     own_code: ClassVar[Literal["keep"] | None] = "keep"
 
 
 class Sum(nn.Module):
-    layer: ClassVar[Any] = Centred
+    layer: ClassVar[Any] = Centered
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -128,7 +128,7 @@ class KeptSum(Sum):
     """A sum whose lines run in the dtypes that they meet: strict promotion is for them."""
 
     own_code: ClassVar[Literal["keep"] | None] = "keep"
-    layer: ClassVar[Any] = KeptCentred
+    layer: ClassVar[Any] = KeptCentered
 
 
 @pytest.mark.cases(slow=1)
@@ -147,7 +147,7 @@ def test_a_module_is_kept_without_its_layers_and_returns_half_to_kept_code_that_
 
 @pytest.mark.slow
 def test_a_policy_that_meets_the_budget_needs_no_rules(residual: Any) -> None:
-    found = suggest(cancelling(()), *residual, error=0.03, policy="mixed_bfloat16")
+    found = suggest(canceling(()), *residual, error=0.03, policy="mixed_bfloat16")
     assert found.rules == PolicyRules([]) and found.paths == () and found.runs == 2
     assert "rules = PolicyRules([])" in str(found)
     assert found.error == pytest.approx(found.without, rel=0.5)
@@ -225,13 +225,13 @@ def _half_outside(x: Any) -> Any:
         (_half_outside, {"error": 1e-9}, "No rules meet an error of 1e-09: with"),
     ],
 )
-def test_a_call_without_rules_to_find_is_refused_by_name(fn: Any, options: Any, text: str) -> None:
+def test_a_call_without_rules_to_find_is_rejected_by_name(fn: Any, options: Any, text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
         suggest(fn, F32(np.full(3, 0.3)), **({"error": 1.0} | options))
 
 
 @pytest.mark.slow
-def test_a_policy_that_a_built_nnx_model_does_not_obey_is_refused_with_the_way_out() -> None:
+def test_a_policy_that_a_built_nnx_model_does_not_obey_is_rejected_with_the_way_out() -> None:
     model = nnx.Linear(3, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_float16")
     with pytest.raises(ValueError, match=r"No module .* obeys the policy given.* Leave out"):
         suggest(model, jnp.ones((2, 3)), error=1.0, policy="mixed_float16")
@@ -268,13 +268,13 @@ class NnxOuter(nnx.Module):
         return self.head(self.offset(x))
 
 
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_a_model_that_carries_its_policy_has_rules_in_it_and_their_error(
-    wing: str,
+    api: str,
 ) -> None:
     x = normal(4, 8)
     carried = "mixed_float16"
-    if wing == "linen":
+    if api == "linen":
         outer = Outer(dtype_policy=carried)
         variables = jax.jit(outer.init)(jax.random.key(0), x)
         found = suggest(outer.apply, variables, x, error=1e-2)

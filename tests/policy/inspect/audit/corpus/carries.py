@@ -153,7 +153,7 @@ narrowed-carry scan
         summed(lambda c, row: lax.cond(row[0] > 0, lambda c: c + row, lambda c: c, c), x)
     a score of beams: summed(lambda c, row: c + jnp.max(row), x, lambda x: jnp.zeros((), x.dtype))
     a linear recurrence: summed(lambda h, row: jnp.tanh(row) * h + row, x)
-    a discretised state space: summed(lambda h, row: jnp.exp(row) * h + row, x)
+    a discretized state space: summed(lambda h, row: jnp.exp(row) * h + row, x)
     sums that swap places:
         summed(lambda sums, row: (sums[1] + row, sums[0]), x, lambda x: (zeros(x), zeros(x)))[0]
     sums that are set in their places:
@@ -232,12 +232,12 @@ clean(ema={"w": shape(4, 4, dtype=F32)}, p=PARAMS, **CALL)
 clean(state={"x": X}, x=X, **CALL)
     a largest number so far: {"x": jnp.maximum(state["x"], x)}
     decay alone: {"x": state["x"] * 0.99}
-    an image that is standardised: {"x": state["x"] - state["x"].mean()}
+    an image that is standardized: {"x": state["x"] - state["x"].mean()}
     what is returned as it came: (state, x + 1)
-    a normalisation:
+    a normalization:
         wide = state["x"].astype(F32)
-        centred = wide - wide.mean(-1, keepdims=True)
-        normal = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6)
+        centered = wide - wide.mean(-1, keepdims=True)
+        normal = centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-6)
         {"x": (normal * x.astype(F32) + x.astype(F32)).astype(BF16)}
 clean(batch={"x": X}, key=jax.eval_shape(lambda: jax.random.key(0)), **CALL)
     an image with noise: {"x": batch["x"] + jax.random.normal(key, (4, 4), BF16)}

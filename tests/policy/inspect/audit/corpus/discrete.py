@@ -135,7 +135,7 @@ rounded-integer convert_element_type
     an index of two small ones:
         (jnp.arange(64)[:, None] * 64 + jnp.arange(64)).astype(x.dtype) * x[0, 0]
     coordinates of a grid: jnp.indices((512, 4)).astype(x.dtype) * x[0, 0]
-    coordinates that are normalised: ((jnp.arange(1024) + 0.5) / 1024).astype(x.dtype) * x[0, 0]
+    coordinates that are normalized: ((jnp.arange(1024) + 0.5) / 1024).astype(x.dtype) * x[0, 0]
     evenly spaced numbers that are cast: jnp.linspace(-1, 1, 1024).astype(x.dtype) * x[0, 0]
     a permutation: jax.random.permutation(KEY, 1000).astype(x.dtype) * x[0, 0]
     a choice of a thousand: x * jax.random.choice(KEY, 1000, (4, 4)).astype(x.dtype)
@@ -373,7 +373,7 @@ unscaled-cast convert_element_type(x=F32, scale=F32)
     the scale of another array: (x / (jnp.max(jnp.abs(scale)) / 448)).astype(E4M3).astype(F32)
 unscaled-cast convert_element_type(x=E4M3, backward=True)
     cotangents of a widening cast: jnp.tanh(x.astype(F32))
-dequantised-matmul dot_general(x=I8, w=I8)
+dequantized-matmul dot_general(x=I8, w=I8)
     codes that are widened, and their product scaled: x.astype(BF16) @ w.astype(BF16) * BF16(0.01)
 narrow-accumulator dot_general(x=I8, w=I8)
     an int8 dot that returns int8: x @ w
@@ -412,16 +412,16 @@ clean(x=I8, w=I8, backward=False)
         jax.nn.silu(x.astype(BF16)) @ w.astype(BF16)
 clean(i=I32, x=F32)
     a dot of integers beside one of float32: (i @ i, x @ x)
-dequantised-matmul dot_general(x=F32)
+dequantized-matmul dot_general(x=F32)
     a dot of float8_e4m3fn codes in bfloat16: _widened(E4M3, BF16)(x)
     a dot of float8_e4m3fn codes in float32: _widened(E4M3, F32)(x)
     a dot of int8 codes in bfloat16: _widened(I8, BF16)(x)
     a dot of int8 codes in float32: _widened(I8, F32)(x)
-dequantised-matmul dot_general(x=I8, w=I8, scale=F32)
+dequantized-matmul dot_general(x=I8, w=I8, scale=F32)
     codes with a zero point by rows:
         rows = (x.astype(F32) - 3) * scale[:, :1]
         rows.T @ (w.astype(F32) * scale[:1].T)
-dequantised-matmul conv_general_dilated(x=F32)
+dequantized-matmul conv_general_dilated(x=F32)
     a convolution of codes that were widened:
         (left, s), (right, t) = codes(x), codes(x + 1)
         image, kernel = left.astype(BF16)[None, :, :, None], right.astype(BF16)[:2, :2, None, None]

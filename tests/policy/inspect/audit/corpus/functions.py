@@ -75,7 +75,7 @@ low-precision-function sqrt
     a norm of Optax's: optax.tree.norm({"w": x})
 low-precision-function sqrt(x=H)
     a norm by einsum: jnp.sqrt(jnp.einsum("bd,bd->b", x, x))
-    a deviation by an inner product of what is centred twice:
+    a deviation by an inner product of what is centered twice:
         x / jnp.sqrt(jnp.inner(x[0] - x[0].mean(), x[0] - x[0].mean()) / 4)
     squares that a matmul sums: x / jnp.sqrt(x * x @ jnp.ones((4, 1), F16))
 low-precision-function div(x=H)
@@ -109,7 +109,7 @@ clean(w=W, x=X)
     a residual of squares: x + product(w, jax.nn.relu(product(w, x)) ** 2)
     a gate of an exponential: product(w, product(w, x) * jnp.exp(-jnp.abs(x)))
     a polynomial: product(w, product(w, x) * (1 + 0.5 * x + 0.1 * x ** 3))
-    softplus before a normalisation:
+    softplus before a normalization:
         h = jax.nn.softplus(product(w, x)).astype(F32)
         normal = h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + 1e-6)
         product(w, normal.astype(BF16))
@@ -174,9 +174,9 @@ clean
     elu: jax.nn.elu(x)
     sigmoid: jax.nn.sigmoid(x)
 low-precision-function rsqrt(x=H)
-    a normalisation in float16:
-        centred = x - x.mean(-1, keepdims=True)
-        centred * lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-3)
+    a normalization in float16:
+        centered = x - x.mean(-1, keepdims=True)
+        centered * lax.rsqrt(jnp.mean(centered * centered, -1, keepdims=True) + 1e-3)
 clean(w=W, x=H, backward=False)
     a norm by a dot with a float32 result:
         h = product(w, x)
@@ -206,8 +206,8 @@ def attention(params: Any, x: Any, to: Any = lambda x: x) -> Any:
 def layer_norm(x: Any, scale: Any) -> Any:
     """In float32; the dtype of `x` out."""
     wide = x.astype(F32)
-    centred = wide - wide.mean(-1, keepdims=True)
-    normed = centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6)
+    centered = wide - wide.mean(-1, keepdims=True)
+    normed = centered * lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-6)
     return (normed * scale).astype(x.dtype)
 
 

@@ -77,7 +77,7 @@ def layer(w: Any, x: Any, i: int) -> Any:
 
 
 @planted("clean(w=W, x=X)")
-def _neighbours_of_a_ring(w, x):
+def _neighbors_of_a_ring(w, x):
     def local(h):
         left = lax.ppermute(h, "i", ONWARD)
         right = lax.ppermute(h, "i", [(j, i) for i, j in ONWARD])
@@ -202,7 +202,7 @@ clean(w=W, x=X, backward=False)
 C64 = jnp.complex64
 
 
-def normalised(x):
+def normalized(x):
     """In float32, and left there."""
     wide = x.astype(F32)
     wide = wide - wide.mean(-1, keepdims=True)
@@ -252,10 +252,10 @@ float32-leak dot_general(x=X, up=X, down=X)
     a mean that is taken off in float32:
         (((x @ up).astype(F32) - (x @ up).astype(F32).mean(-1, keepdims=True)) @
         down.astype(F32)).astype(BF16)
-    a normalisation that is not narrowed: normalised(x) @ up.astype(F32)
+    a normalization that is not narrowed: normalized(x) @ up.astype(F32)
     probabilities that are not narrowed: jax.nn.softmax((x @ up.T).astype(F32)) @ down.astype(F32)
 float32-leak dot_general(x=BF16, w=F32)
-    a normalisation and weights in float32: normalised(x) @ w
+    a normalization and weights in float32: normalized(x) @ w
 float32-matmul dot_general(x=X, w=X, up=shape(4, 8, dtype=F32), down=shape(8, 4, dtype=F32))
     a head in float32: (x @ w, up @ down)
     a gate in float32: x @ w * (up @ down).astype(BF16)
@@ -267,7 +267,7 @@ clean(x=shape(2, 8), w=shape(8, 4, dtype=F32))
 clean(a=X, b=X)
     an island of float32:
         policy.full_precision(lambda a, b: a.astype(F32) @ b.astype(F32))(a, b).astype(BF16) @ b
-    a normalisation that is narrowed: jax.nn.gelu(normalised(a)).astype(BF16) @ b
+    a normalization that is narrowed: jax.nn.gelu(normalized(a)).astype(BF16) @ b
 clean(x=X, w=X, backward=False)
     a result in float32: jnp.dot(x, w, preferred_element_type=F32)
 clean(a=X, b=X, weight=shape(8, 4, dtype=F32), u=shape(1, 8, dtype=F32))

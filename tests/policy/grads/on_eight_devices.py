@@ -16,7 +16,7 @@ from policy import compare, mixed_precision, use_policy
 from policy.losses import linear_softmax_cross_entropy
 from policy.sharding import all_reduce, collectives_of
 from tests.policy.functions.linear_operands import KERNEL, LABELS, OPTIONS, X
-from tests.policy.sharding.across_devices import (
+from tests.policy.grads.across_devices import (
     BATCH,
     EVERYWHERE,
     F32,

@@ -1,4 +1,4 @@
-"""The two wings behind one face: models of one text, in modules of Flax's or of ours."""
+"""The two APIs behind one face: models of one text, in modules of Flax's or of ours."""
 
 # What Flax returns is typed as Flax's own class.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -165,7 +165,7 @@ def compact(body: Callable[..., Any], nn: Any = linen) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A model that is written for each wing: each makes an instance."""
+    """A model that is written for each API: each makes an instance."""
 
     linen_model: Callable[[], Any]
     nnx_model: Callable[[], Any]
@@ -210,7 +210,7 @@ class Model:
         raise NotImplementedError
 
     def made(self) -> dict[str, str]:
-        """Returns the dtypes of the parameters that the wing makes, by path."""
+        """Returns the dtypes of the parameters that the API makes, by path."""
         raise NotImplementedError
 
     def total(self, *args: Any, **kwargs: Any) -> Callable[[Any], jax.Array]:
@@ -233,7 +233,7 @@ class Model:
 
 
 class LinenModel(Model):
-    """A linen module, with variables that Flax initialised: its code has not run under a policy."""
+    """A linen module, with variables that Flax initialized: its code has not run under a policy."""
 
     def __init__(
         self, instance: Any, plain: Any, policy: Any, args: tuple[Any, ...], kept: Any = ()
@@ -307,7 +307,7 @@ class Linen:
     name, module, flax = "linen", linen, flax.linen
 
     def theirs(self, text: Any, *args: Any) -> Model:
-        """Returns the model in Flax's modules; `args` are what it is initialised with."""
+        """Returns the model in Flax's modules; `args` are what it is initialized with."""
         plain = self._plain(text)
         return LinenModel(plain, plain, None, args or (X,))
 
@@ -366,6 +366,6 @@ class Nnx:
         return text.nnx_class(flax.nnx)(rngs=flax.nnx.Rngs(0, dropout=1))
 
 
-WINGS: dict[str, Any] = {"linen": Linen(), "nnx": Nnx()}
-BOTH = pytest.mark.parametrize("wing", WINGS.values(), ids=WINGS)
-"""Runs a test for each wing."""
+APIS: dict[str, Any] = {"linen": Linen(), "nnx": Nnx()}
+BOTH = pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+"""Runs a test for each api."""
