@@ -93,7 +93,7 @@ def columns_of(rows: list[Row]) -> list[str]:
 
 
 def sections(rows: list[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows by precision, and by whether they are a api's layers or functions."""
+    """Rows by precision, and by whether they are an API's layers or functions."""
     found: dict[tuple[Precision, bool], list[Row]] = {}
     for row in rows:
         found.setdefault((row.precision, "ours" in row.ulps), []).append(row)

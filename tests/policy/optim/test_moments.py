@@ -1,5 +1,5 @@
-"""`moment_dtype`: which moments are stored narrow, how well they do, and which are rejected; and the
-8-bit codes, their numbers, errors and scales.
+"""`moment_dtype`: which moments are stored narrow, how well they do, and which are rejected; and
+the 8-bit codes, their numbers, errors and scales.
 """
 
 import functools

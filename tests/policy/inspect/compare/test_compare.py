@@ -492,7 +492,7 @@ def test_errors_in_a_deep_model_are_those_of_the_jitted_program_at_its_boundarie
         assert found[name].error == pytest.approx(relative(value, other), rel=0.05)
 
 
-# ---------------------------------------------------------------- what is said, and what is rejected
+# --------------------------------------------------------------- what is said, and what is rejected
 
 
 def test_a_comparison_is_text_and_json() -> None:

@@ -309,7 +309,7 @@ def test_a_module_costs_what_float32_adds_to_its_kernels(half: Any, full: Any, c
     assert found == pytest.approx(costs)
 
 
-# ----------------------------------------------------------------------------------------- rejections
+# --------------------------------------------------------------------------------------- rejections
 
 
 @pytest.mark.cases(fast=1)
