@@ -570,3 +570,18 @@ def test_without_a_policy_an_empty_batch_is_flaxs(api):
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value)
         assert name not in ("mean", "var") or np.isnan(value).all()
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "InstanceNorm"])
+@EACH_WING
+def test_a_port_computes_the_variance_in_two_passes_where_its_author_asks_for_it(wing, name):
+    ours, theirs = WINGS[wing]
+
+    def program(**options: Any) -> str:
+        if wing == "linen":
+            port = ours.apply_policy(getattr(theirs, name)(**options), "float32")
+            return str(jax.make_jaxpr(port.init_with_output)(jax.random.key(0), X))
+        layer = getattr(theirs, name)(FEATURES, **options, rngs=theirs.Rngs(0))
+        return str(jax.make_jaxpr(ours.apply_policy(layer, "float32"))(X))
+
+    assert program(use_fast_variance=False) != program(use_fast_variance=True) == program()

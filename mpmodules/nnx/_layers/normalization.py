@@ -81,7 +81,7 @@ class Normalization(Layer):
         """Normalizes, and updates running statistics in the dtype that they are stored in."""
         scale, bias = (None if p is None else p[...] for p in self._parameters())
         running, takes_statistics = self._running(), self._takes_statistics(call)
-        chooses = policy is not None and self._chooses_variance
+        chooses = policy is not None and self._chooses_variance and self.use_fast_variance
         y, updated = norms.normalized(
             self,
             call,
