@@ -1,6 +1,7 @@
 """Rules by module path, through every transformation that moves names about."""
 
 import functools
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from jax import lax
 
 from policy import PolicyRules, audit, full_precision, use_policy
+from policy.autocasting.cast_flow import rule_of
 from policy.autocasting.transform import autocast
 from policy.programs.jaxprs import opened
 from policy.programs.paths import path_of
@@ -276,3 +278,32 @@ def test_a_layer_that_calls_its_base_class_goes_by_the_path_of_its_params(rule: 
     assert {path.rpartition("/")[2] for path in wide} == {"query", "Doubled_0"}
     operations = audit(model.apply, variables, SEQUENCE).operations
     assert {"Doubled_0", rule} <= {each.path for each in operations if each.kind == "dot"}
+
+
+def doubled(x: Any) -> Any:
+    return 2.0 * x
+
+
+def with_jvp() -> Any:
+    function = jax.custom_jvp(doubled)
+    function.defjvp(lambda primals, tangents: (doubled(*primals), doubled(*tangents)))
+    return function
+
+
+def with_vjp() -> Any:
+    function = jax.custom_vjp(doubled)
+    function.defvjp(lambda x: (doubled(x), None), lambda _, g: (doubled(g),))
+    return function
+
+
+@pytest.mark.parametrize("make", [with_jvp, with_vjp])
+def test_the_equation_of_a_function_holds_the_derivative_rule_that_requests_are_read_from(make):
+    """JAX names the equation's parameters, and may rename them."""
+    (equation,) = jax.make_jaxpr(make())(1.0).eqns
+    rule = rule_of(equation)
+    assert callable(rule) and weakref.ref(rule)() is rule
+
+
+def test_an_equation_without_a_derivative_rule_has_none():
+    (equation,) = jax.make_jaxpr(doubled)(1.0).eqns
+    assert rule_of(equation) is None
