@@ -70,11 +70,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     among them.
     """
     tables: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    marks: dict[str, pytest.Mark] = {}
     for item in items:
-        if item.get_closest_marker("cases"):
-            tables[item.nodeid.partition("[")[0]].append(item)
-    for cases in tables.values():
-        counts = cases[0].get_closest_marker("cases").kwargs
+        if mark := item.get_closest_marker("cases"):
+            name = item.nodeid.partition("[")[0]
+            tables[name].append(item)
+            marks[name] = mark
+    for name, cases in tables.items():
+        counts = marks[name].kwargs
         fast = spread(counts.get("fast", 0), cases)
         others = [case for case in cases if case not in fast]
         slow = spread(counts.get("slow", len(others)), others)

@@ -66,6 +66,7 @@ def test_a_scan_has_fixed_carried_and_scanned_operands():
 def test_the_condition_and_the_body_of_a_while_have_their_own_constants():
     test, body = jaxprs.subprograms(equation_of(counted, "while"))
     assert (test.carried, body.carried) == (2, 2)
+    assert test.operands and body.operands
     assert test.operands[test.fixed] != body.operands[body.fixed]
 
 
