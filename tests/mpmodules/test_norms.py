@@ -573,12 +573,12 @@ def test_without_a_policy_an_empty_batch_is_flaxs(api):
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "InstanceNorm"])
-@EACH_WING
-def test_a_port_computes_the_variance_in_two_passes_where_its_author_asks_for_it(wing, name):
-    ours, theirs = WINGS[wing]
+@EACH_API
+def test_a_port_computes_the_variance_in_two_passes_where_its_author_asks_for_it(api, name):
+    ours, theirs = APIS[api]
 
     def program(**options: Any) -> str:
-        if wing == "linen":
+        if api == "linen":
             port = ours.apply_policy(getattr(theirs, name)(**options), "float32")
             return str(jax.make_jaxpr(port.init_with_output)(jax.random.key(0), X))
         layer = getattr(theirs, name)(FEATURES, **options, rngs=theirs.Rngs(0))
