@@ -103,7 +103,7 @@ def case_of(api: str, name: str) -> Case:
     if name in ("WeightNorm", "SpectralNorm"):
         call = {"update_stats": True} if name == "SpectralNorm" else {}
         return Case(name, "", functools.partial(around_a_layer, name), (ROWS,), call)
-    cases = [case for api, case in CASES if api == api and case.layer == name]
+    cases = [case for of, case in CASES if of == api and case.layer == name]
     # Of attention the one that runs its norms, whose arguments it takes, too.
     return next((case for case in cases if case.setting == "normalized"), cases[0])
 

@@ -106,7 +106,7 @@ def test_a_decorated_task_that_is_canceled_or_fails_leaves_its_scope():
     async def wait() -> None:
         try:
             await asyncio.sleep(60)
-        except asyncio.CanceledError:
+        except asyncio.CancelledError:
             log.append(current_policy())
             raise ValueError("canceled") from None
 
