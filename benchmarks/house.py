@@ -33,22 +33,22 @@ LONG_FUNCTION, LONG_FILE, SHORT = 60, 400, 10
 # Bounds of `--check`. A change lowers those that it can; one that raises a bound says in its
 # message what the new lines replace.
 SIZES = {
-    "lines of code": 35_560,
-    "lines of the runtime": 21_760,
-    "lines of tests": 42_720,
-    "lines of benchmarks": 13_200,
-    "words of pages": 65_300,
+    "lines of code": 31_660,
+    "lines of the runtime": 20_500,
+    "lines of tests": 41_900,
+    "lines of benchmarks": 13_180,
+    "words of pages": 55_500,
     "tools that import mpmodules loads": 0,
 }
 WAYS = {
     "a linen Dense": {"files": 10, "moves": 44},
     "an nnx Linear": {"files": 11, "moves": 31},
-    "a linen module with a matmul of its own": {"files": 29, "moves": 236},
-    "an nnx module with a matmul of its own": {"files": 30, "moves": 212},
-    "a port of a linen model": {"files": 33, "moves": 384},
-    "an update of two params": {"frames": 253},
+    "a linen module with a matmul of its own": {"files": 32, "moves": 243},
+    "an nnx module with a matmul of its own": {"files": 33, "moves": 219},
+    "a port of a linen model": {"files": 36, "moves": 384},
+    "an update of two params": {"frames": 85},
     "an audit": {"traces": 1},
-    "a compare": {"traces": 2},
+    "a compare": {"traces": 1},
     "an estimate of one policy": {"traces": 2},
 }
 _LAYOUT = frozenset(
