@@ -43,6 +43,7 @@ from mpmodules.linen._call import (
     run_setup,
     wrapped_once,
 )
+from mpmodules.linen._resolution import declared_dtypes
 from mpmodules.linen._summary import tabulate_method
 from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
@@ -494,6 +495,16 @@ def adopting(adopter: Adopter) -> Iterator[None]:
     """Puts an adopter in force for a block."""
     with calls.noting(adopters=[*calls.adopters, adopter]), flax_nn.intercept_methods(adopter):
         yield
+
+
+def adopting_inside(layer: Any, call: MethodCall) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which the layers that Flax's code makes in a call of `layer` obey
+    policies; where no policy holds, they have the dtypes that `layer` was given.
+    """
+    if calls.adopters:  # that of a port reaches the layers inside
+        return contextlib.nullcontext()
+    given = declared_dtypes(layer) if call.policy is None else {}
+    return adopting(Adopter([name for name in given if given[name] is not None]))
 
 
 # --------------------------------------------------------------------------------------------------

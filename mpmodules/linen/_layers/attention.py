@@ -4,7 +4,6 @@ reduction_dtype.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -20,9 +19,8 @@ from mpmodules.layers.attention_calls import ATTENTION
 from mpmodules.layers.cache_calls import check_cache, decoding, is_or_binds, own_cache_dtype
 from mpmodules.linen._layers.dot_product_attention import dot_product_attention
 from mpmodules.linen._module import Module
-from mpmodules.linen._port import Adopter, adopting
+from mpmodules.linen._port import adopting_inside
 from mpmodules.linen._resolution import (
-    declared_dtypes,
     declared_field,
     dtype_fields,
     fields_set,
@@ -53,16 +51,12 @@ class Attention(Module):
         fields = self._policy_fields(call.policy)
         if call.effective.dtype is not None:
             fields["dtype"] = call.effective.dtype
-        given = declared_dtypes(self) if call.policy is None else {}
         decodes = bool(getattr(self, "decode", False))
         is_complex = call.effective.dtype is not None or call.complex_dtype is not None
         if decodes and call.policy is not None and not is_complex:
             fields |= self._cache_fields(call.policy, fields)
         indices = attention.adding_indices(decodes)
-        inside = contextlib.nullcontext()
-        if not calls.adopters:  # else that of the port reaches the layers inside
-            inside = adopting(Adopter([name for name in given if given[name] is not None]))
-        with fields_set(self, fields), inside, indices, shared_operands():
+        with fields_set(self, fields), adopting_inside(self, call), indices, shared_operands():
             return call.run(self)
 
     def _cache_fields(self, policy: Policy, fields: dict[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import flax.linen as flax_nn
@@ -20,10 +19,9 @@ from mpmodules.calls.classes import is_upstream
 from mpmodules.functions.functional import is_half, mixing_allowed, widen
 from mpmodules.layers.matmul_calls import Product, linear, numerics_of
 from mpmodules.linen._layer import Layer, half_safe_fields
-from mpmodules.linen._layers.linear import Conv, Dense
 from mpmodules.linen._module import Module
+from mpmodules.linen._port import adopting_inside
 from mpmodules.linen._resolution import (
-    declared_dtypes,
     declared_field,
     effective_policy,
     fields_set,
@@ -68,37 +66,21 @@ class Cell(Layer):
 
     param_dtype: DTypeLike | None = None
 
-    # In a call without a policy, those that the cell was given, for the layers that it makes.
-    _dtypes_inside: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-
     def _policy_fields(self, policy: Policy | None) -> dict[str, Any]:
         fields = super()._policy_fields(policy)
         return fields | half_safe_fields(self, fields["param_dtype"], defaults=True)
 
     def _call_layer(self, call: boundary.MethodCall) -> Any:
         fields = self._policy_fields(call.policy)
-        if call.policy is None:
-            fields["_dtypes_inside"] = declared_dtypes(self)
         dtype = call.effective.dtype
         if dtype is None:  # the gates are in compute_dtype also where the call is a boundary
             fields["_numerics"] = numerics_of(call._replace(crosses=False))
         else:
             fields["dtype"] = dtype
         # Rules may give layers inside another output_dtype.
-        with fields_set(self, fields), mixing_allowed(bool(current_scope().rules)):
+        mixing = mixing_allowed(bool(current_scope().rules))
+        with fields_set(self, fields), adopting_inside(self, call), mixing:
             return boundary.step_in(fields["dtype"], self, call)
-
-    @flax_nn.nowrap
-    def _dense(self, name: str, x: jax.Array, features: int, bias_init: Any = None) -> jax.Array:
-        """Multiplies `x` by the kernel of a layer, which has a bias where `bias_init` makes one.
-
-        The names of layers for inputs begin with i, those for the hidden state with h.
-        """
-        cell: Any = self
-        init = cell.kernel_init if name[0] == "i" else cell.recurrent_kernel_init
-        given = {"use_bias": False} if bias_init is None else {"bias_init": bias_init}
-        options: dict[str, Any] = given | dict(self._dtypes_inside)
-        return Dense(name=name, features=features, kernel_init=init, **options)(x)
 
     @flax_nn.nowrap
     def initialize_carry(self, rng: jax.Array, input_shape: tuple[int, ...]) -> Any:
@@ -150,14 +132,6 @@ class SimpleCell(Cell, flax_nn.SimpleCell):
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
-    @flax_nn.compact
-    def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
-        features = carry.shape[-1]
-        h = self._dense("i", inputs, features, self.bias_init) + self._dense("h", carry, features)
-        h = self.activation_fn(h + carry if self.residual else h)
-        return h, h
-
 
 class LSTMCell(Cell, flax_nn.LSTMCell):
     """`flax.linen.LSTMCell` that obeys policies.
@@ -175,36 +149,6 @@ class LSTMCell(Cell, flax_nn.LSTMCell):
       >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
-
-    @flax_nn.compact
-    def __call__(self, carry: Any, inputs: jax.Array) -> Any:
-        """Takes a step, from carry (c, h) and inputs (..., in) to the new carry and h."""
-        c, h = carry
-        features = h.shape[-1]
-        gates = (
-            self._dense(f"i{gate}", inputs, features)
-            + self._dense(f"h{gate}", h, features, self.bias_init)
-            for gate in "ifgo"
-        )
-        return _lstm_step(self, gates, c)
-
-
-def _lstm_step(cell: Any, gates: Iterable[jax.Array], c: jax.Array) -> Any:
-    """Takes a step of a long short-term memory: c' = f c + i g, h' = o tanh(c').
-
-    Args:
-      cell: its `gate_fn` activates i, f and o, and its `activation_fn` g and the memory.
-      gates: i, f, g and o before activation, each the sum of what the inputs and h say.
-      c: the memory.
-
-    Returns:
-      The carry (c', h'), and h'.
-    """
-    activations = cell.gate_fn, cell.gate_fn, cell.activation_fn, cell.gate_fn
-    i, f, g, o = (run(gate) for run, gate in zip(activations, gates, strict=True))
-    c = f * c + i * g
-    h = o * cell.activation_fn(c)
-    return (c, h), h
 
 
 class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
@@ -241,8 +185,13 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
             part = parameters(kernel_init=self.recurrent_kernel_init, name=f"h{gate}")
             of_carry.append(part(h))
         by_carry, by_inputs = self._multiplied(h, of_carry), self._multiplied(inputs, of_inputs)
-        gates = (a + b for a, b in zip(by_carry, by_inputs, strict=True))
-        return _lstm_step(self, gates, c)
+        activations = self.gate_fn, self.gate_fn, self.activation_fn, self.gate_fn
+        i, f, g, o = (
+            run(a + b) for run, a, b in zip(activations, by_carry, by_inputs, strict=True)
+        )
+        c = f * c + i * g
+        h = o * self.activation_fn(c)
+        return (c, h), h
 
     @flax_nn.nowrap
     def _multiplied(self, x: jax.Array, parts: Sequence[Any]) -> list[jax.Array]:
@@ -266,20 +215,6 @@ class GRUCell(Cell, flax_nn.GRUCell):
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
-    @flax_nn.compact
-    def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
-        dense = functools.partial(self._dense, features=carry.shape[-1])
-        bias_init = self.bias_init
-        r, z = (
-            self.gate_fn(dense(f"i{gate}", inputs, bias_init=bias_init) + dense(f"h{gate}", carry))
-            for gate in "rz"
-        )
-        n = dense("in", inputs, bias_init=bias_init)
-        n = self.activation_fn(n + r * dense("hn", carry, bias_init=bias_init))
-        h = (1.0 - z) * n + z * carry
-        return h, h
-
 
 class MGUCell(Cell, flax_nn.MGUCell):
     """`flax.linen.MGUCell` that obeys policies; dtypes as in `LSTMCell`.
@@ -291,19 +226,6 @@ class MGUCell(Cell, flax_nn.MGUCell):
       >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
-
-    @flax_nn.compact
-    def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
-        dense = functools.partial(self._dense, features=carry.shape[-1])
-        f = dense("if", inputs, bias_init=self.forget_bias_init) + dense("hf", carry)
-        f, bias_init = self.gate_fn(f), self.activation_bias_init
-        of_hidden = dense("hn", carry, bias_init=bias_init if self.reset_gate else None)
-        if self.reset_gate:
-            of_hidden = of_hidden * f
-        n = self.activation_fn(dense("in", inputs, bias_init=bias_init) + of_hidden)
-        h = (1.0 - f) * n + f * carry
-        return h, h
 
 
 class ConvLSTMCell(Cell, flax_nn.ConvLSTMCell):
@@ -317,27 +239,6 @@ class ConvLSTMCell(Cell, flax_nn.ConvLSTMCell):
       >>> y.shape, y.dtype
       ((2, 6, 3), dtype(bfloat16))
     """
-
-    @flax_nn.compact
-    def __call__(self, carry: Any, inputs: jax.Array) -> Any:
-        """Takes a step, from carry (c, h) and inputs (batch..., spatial..., in) to the new carry
-        and h.
-        """
-        c, h = carry
-        convolution = functools.partial(
-            Conv,
-            features=4 * self.features,
-            kernel_size=self.kernel_size,
-            strides=self.strides,
-            padding=self.padding,
-            use_bias=self.use_bias,
-            **self._dtypes_inside,
-        )
-        gates = convolution(name="ih")(inputs) + convolution(name="hh")(h)
-        i, g, f, o = jnp.split(gates, 4, axis=-1)
-        c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-        h = jax.nn.sigmoid(o) * jnp.tanh(c)
-        return (c, h), h
 
 
 class RNN(Module, flax_nn.RNN):
