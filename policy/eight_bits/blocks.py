@@ -69,18 +69,6 @@ def quantize_in_blocks(
     return Quantized(codes, scale, outer)
 
 
-def rounded_in_blocks(x: Array, layout: BlockAxes, dtype: np.dtype, blocks: BlockFormat) -> Array:
-    """Returns the float32 numbers of `quantize_in_blocks`, in the shape of `x`."""
-    found, order = quantize_in_blocks(x, layout, dtype, blocks), sum(layout, ())
-    codes = jnp.reshape(found.qvalue.astype(jnp.float32), (*found.scale.shape, -1))
-    wide = codes * found.scale.astype(jnp.float32)[..., None]
-    wide = wide if found.outer is None else wide * found.outer
-    shape = [x.shape[axis] for axis in order]
-    contracted = math.prod(x.shape[axis] for axis in layout[2])
-    wide = jnp.reshape(wide, (*found.qvalue.shape[:2], -1))[..., :contracted]
-    return jnp.transpose(jnp.reshape(wide, shape), np.argsort(order).tolist())
-
-
 def _powers_of_two(largest: Array, dtype: np.dtype, rounds_up: bool) -> tuple[Array, Array]:
     """Returns scales in float8_e8m0fnu, and their inverses in float32, by the largest magnitudes.
 
