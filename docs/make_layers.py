@@ -140,20 +140,20 @@ LAYERS = (
     ),
     Row(
         "MultiHeadAttention",
-        "logits and softmax; the decode cache is in [cache_dtype](cache.md)",
+        "logits and softmax; the decode cache is in [cache_dtype](eight_bits.md#caches)",
         "softmax in 16 bits, in nnx only with dropout or sown weights; nnx's float32 cache "
         "makes decoding raise",
         _ATTENTION,
     ),
     Row(
         "MultiHeadDotProductAttention",
-        "logits and softmax; the decode cache is in [cache_dtype](cache.md)",
+        "logits and softmax; the decode cache is in [cache_dtype](eight_bits.md#caches)",
         "softmax in 16 bits",
         one(_DECODE, "linen"),
     ),
     Row(
         "SelfAttention",
-        "logits and softmax; the decode cache is in [cache_dtype](cache.md)",
+        "logits and softmax; the decode cache is in [cache_dtype](eight_bits.md#caches)",
         "softmax in 16 bits",
         one(_DECODE, "linen"),
     ),

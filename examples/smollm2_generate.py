@@ -7,7 +7,7 @@ policy.
     python examples/smollm2_generate.py --rule 'layers/29/.*=f32'
     python examples/smollm2_generate.py --policy mixed_int8  # docs/eight_bits.md
     python examples/smollm2_generate.py --as-stored  # params in the file's 4 and 8 bits
-    python examples/smollm2_generate.py --policy params=nf4  # docs/quantized.md
+    python examples/smollm2_generate.py --policy params=nf4  # docs/eight_bits.md
     python examples/smollm2_generate.py --compare  # beside float32: memory, tokens, logit errors
 
 Data: the weights and the tokenizer of SmolLM2-135M-Instruct (Hugging Face, 2024, Apache-2.0), 134.5

@@ -24,7 +24,6 @@ from benchmarks.eight_bits.report import Table, environment, into
 from policy import DtypePolicyWarning
 
 PAGE = Path(__file__).parents[2] / "docs" / "eight_bits.md"
-PAGES = {"smollm2_params": PAGE.with_name("quantized.md")}  # of the other tables
 TABLES: dict[str, Callable[[], Table]] = {
     "errors": errors.table,
     "language_model": characters.table,
@@ -35,7 +34,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "smollm2_params": stored.smollm2,
     "minilm": published.minilm,
 }
-ON_PAGE = ("errors", "language_model", "smollm2", *PAGES, "smollm2_cache")
+ON_PAGE = ("errors", "language_model", "smollm2", "smollm2_cache", "smollm2_params")
 QUICK: dict[str, Callable[[], Table]] = {
     "errors": errors.table,
     "language_model": functools.partial(characters.table, quick=True),
@@ -71,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tables[name] = known[name]()
         print(f"\n{name}\n\n{tables[name].markdown}", flush=True)
         if options.write and name in ON_PAGE:
-            page = PAGES.get(name, PAGE)
-            page.write_text(into(page.read_text(), name, tables[name]))
+            PAGE.write_text(into(PAGE.read_text(), name, tables[name]))
     if options.json:
         found = {name: dataclasses.asdict(table) for name, table in tables.items()}
         options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -159,7 +159,7 @@ def _of_language(found: dict[str, Language], prompts: int, title: str = "SmolLM2
         )
         for name, figures in found.items()
     )
-    header = (title, f"tokens as {first}'s", "loss", f"beside {first}")
+    header = (title, f"tokens as {first}'s", "loss", f"compared with {first}")
     return Table(header, rows)
 
 

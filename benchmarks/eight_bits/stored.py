@@ -94,4 +94,4 @@ def table(losses: dict[str, np.ndarray], sizes: dict[str, int]) -> Table:
         noise = apart.std(ddof=1) / np.sqrt(len(apart))
         beside = f"{apart.mean():+.4f} ± {noise:.4f}" if apart.any() else ""
         rows.append((name, f"{sizes[name] / 1e6:.1f}", f"{own.mean():.4f}", beside))
-    return Table(("SmolLM2-135M", "params, MB", "loss", "beside float32"), tuple(rows))
+    return Table(("SmolLM2-135M", "params, MB", "loss", "compared with float32"), tuple(rows))

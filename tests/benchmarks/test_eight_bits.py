@@ -13,7 +13,6 @@ from benchmarks.eight_bits import characters, errors, report, stored
 pytestmark = pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
 
 PAGE = command.PAGE.read_text()
-PARAMS = command.PAGES["smollm2_params"].read_text()
 INSTALLED = importlib.util.find_spec("bible") is not None
 
 
@@ -82,7 +81,7 @@ def test_losses_of_stored_params_are_beside_the_first_window_by_window():
 
 
 def test_the_page_shows_a_row_for_each_format():
-    rows = {row[0]: row[1:] for row in report.shown(PARAMS, "smollm2_params")[1:]}
+    rows = {row[0]: row[1:] for row in report.shown(PAGE, "smollm2_params")[1:]}
     assert list(rows) == [row.name for row in stored.ROWS]
     assert rows["as published"][0] == "96.6"  # codes and scales of the file, and its norms
     assert rows["as published, computed in float32"][1] == rows["float32"][1]
