@@ -146,11 +146,6 @@ class Codes:
     roundings: frozenset[CastPlace] = frozenset()
     inner: frozenset[CastPlace] = frozenset()
 
-    @property
-    def ids(self) -> frozenset[int]:
-        """The `id`s of the roundings."""
-        return frozenset(id_ for _, id_ in self.roundings)
-
 
 NO_CODES = Codes()
 
