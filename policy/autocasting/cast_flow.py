@@ -32,7 +32,7 @@ from policy.programs.jaxprs import (
 )
 
 _SUMS = re.compile("reduce|cum|arg|sort")
-_ELEMENTWISE = primitives.PRODUCTS | primitives.FORWARD_ADDITIONS | {"tanh", "logistic"}
+_ELEMENTWISE = primitives.PRODUCTS | primitives.FORWARD_ADDITIONS | primitives.BOUNDED
 
 # The operands of an operation beside CAST, GIVEN and PROMOTED: compute_dtype, computed from a cast
 # elementwise or with a sum, and others.
@@ -112,7 +112,7 @@ class SecondTrace(Lines):
             return results
         if name in _ELEMENTWISE and results[0]:
             self.elementwise.append((equation, set(_scaled(equation, values)) == {CAST}))
-        if name in ("square", "integer_pow") and results == [HALF] and normalization_of(equation):
+        if name in primitives.POWERS and results == [HALF] and normalization_of(equation):
             self.normalizations.append(equation)
         if results != [OTHER] or marks.mark_of(equation) is not None:
             return results

@@ -31,7 +31,7 @@ from policy.autocasting.cast_flow import (
 )
 from policy.autocasting.marked_program import matmuls_and_kept, with_marks
 from policy.autocasting.source_lines import (
-    casts_to_float32,
+    calls_a_cast,
     class_of,
     frames,
     is_by_caster,
@@ -195,7 +195,7 @@ def _tell(equation: Equation, half: np.dtype) -> None:
 
 def _tell_unseen(lines: Iterable[Equation], half: np.dtype, reason: str) -> None:
     for function, line in {
-        line_of(line) for line in lines if any(map(casts_to_float32, writers(line)))
+        line_of(line) for line in lines if any(map(calls_a_cast, writers(line)))
     }:
         warn_once(
             f"{function}, at {line}, names a cast to float32, and can't be traced in {half} to see "

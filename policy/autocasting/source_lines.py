@@ -19,8 +19,9 @@ from policy.programs.jaxprs import Equation
 
 _SPEAKS = re.compile("astype|asarray|float32|f32|preferred_element_type|convert_element_type")
 _GIVES = re.compile(r"preferred_element_type|\bdtype\b.*(float32|f32)|force_float32_reductions")
+_CASTS = re.compile("astype|asarray|convert_element_type")
 _FLOAT32 = re.compile("float32|f32", re.IGNORECASE)
-_CASTS = {"astype", "_astype", "meth", "array", "asarray", "__call__", "convert_element_type"}
+_OF_CASTS = {"astype", "_astype", "meth", "array", "asarray", "__call__", "convert_element_type"}
 _PLUMBING = re.compile(
     "_convert_element_type|bind|process_primitive|current|cache_miss|reraise|jvp|<genexpr>"
 )
@@ -51,7 +52,7 @@ def is_of_jax(equation: Equation) -> bool:
             break
         if not _PLUMBING.search(code.co_name):
             names.add(code.co_name)
-    return not names & _CASTS or bool(names - _CASTS)
+    return not names & _OF_CASTS or bool(names - _OF_CASTS)
 
 
 def cast_by(equation: Equation) -> str:
@@ -64,7 +65,7 @@ def cast_by(equation: Equation) -> str:
     for code, offset in zip(*frames(equation), strict=True):
         file, name = code.co_filename, code.co_name
         if not file.startswith(_JAX):
-            is_cast = bool(names & _CASTS) and not names - _CASTS and not is_library(file)
+            is_cast = bool(names & _OF_CASTS) and not names - _OF_CASTS and not is_library(file)
             if is_file_of_flax(file):
                 return GIVEN
             return CAST if is_cast and _names_float32(code, offset) else PROMOTED
@@ -121,6 +122,13 @@ def is_by_caster(equation: Equation) -> bool:
         casts_to_float32(code) or (is_normalization and _gives_dtypes(code.co_filename))
         for code in writers(equation)
     )
+
+
+@functools.lru_cache(4096)
+def calls_a_cast(code: types.CodeType) -> bool:
+    """Returns whether a function names float32 and calls a cast: np.float32(0) is a number."""
+    names = " ".join(code.co_names)
+    return bool(_CASTS.search(names) and _FLOAT32.search(names))
 
 
 @functools.lru_cache(4096)

@@ -41,7 +41,7 @@ _ROWS = 8  # of a tile, in which a TPU stores float32
 _FRACTION = 3  # bits of a code's fraction
 _DROPPED = 23 - _FRACTION  # bits of a float32's fraction that a code has no room for
 
-LARGEST_RETENTION = 1 - 5 * 2.0 ** -(_FRACTION + 1)
+LARGEST_DECAY = 1 - 5 * 2.0 ** -(_FRACTION + 1)
 """The largest decay rate at which a mean that is rounded to nearest converges.
 
 A mean x of constants g moves by (1 - rate) (g - x), and stops where that is less than half a step

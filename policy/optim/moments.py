@@ -18,8 +18,7 @@ from policy.core.arrays import boxed_parts, varying_axes, working_dtype
 from policy.core.dtypes import dtype_names, parse_dtype
 from policy.core.messages import shortened
 from policy.core.quantization import Quantized
-from policy.optim.blockwise import LARGEST_RETENTION as LARGEST_OF_CODES
-from policy.optim.blockwise import POSITIVE, SIGNED, Format, decode, encode
+from policy.optim.blockwise import LARGEST_DECAY, POSITIVE, SIGNED, Format, decode, encode
 from policy.optim.storage_modes import round_stochastically, round_to, rounding_keys
 
 FIRST_MOMENTS = ("mu", "m", "m1", "trace", "ema", "exp_avg")
@@ -332,7 +331,7 @@ def _check_field(
             "a step makes this field negative: make it bfloat16, or leave it float32."
         )
     largest = 1.0 if is_first(name) else LARGEST_RETENTION
-    largest = largest if form is None else LARGEST_OF_CODES
+    largest = largest if form is None else LARGEST_DECAY
     if kept > largest and not stochastic:
         raise ValueError(
             f"moment_dtype for {name!r} is {shown}, but its decay rate is {kept:.6g}. Above "

@@ -19,7 +19,7 @@ REASONS = ("", "every", "nonfinite")
 VERSION = 2
 _MOST = 4  # operations in a record that made infinities or NaN
 
-Numbers = Mapping[int, np.ndarray]  # of one step, by their keys
+StepNumbers = Mapping[int, np.ndarray]  # of one step, by their keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SnapshotRow:
     line: str
     keys: tuple[int, ...]
 
-    def record(self, numbers: Numbers, places: Mapping[int, NumbersPlace]) -> dict[str, Any]:
+    def record(self, numbers: StepNumbers, places: Mapping[int, NumbersPlace]) -> dict[str, Any]:
         """Returns the row for JSON."""
         found = [places[key].by_layer(numbers[key]) for key in self.keys]
         if len({each.shape[1:] for each in found}) > 1:  # some are in a scan, and some are not
@@ -112,7 +112,7 @@ class SnapshotRows:
     arguments: tuple[tuple[str, str], ...] = ()
     flags: tuple[str, ...] = ()
 
-    def by_key(self, numbers: np.ndarray) -> Numbers:
+    def by_key(self, numbers: np.ndarray) -> StepNumbers:
         """Returns numbers (repetitions, n) by their keys, (repetitions, *shape)."""
         found, start = {}, 0
         for key, place in self.places:
@@ -121,7 +121,7 @@ class SnapshotRows:
             start = stop
         return found
 
-    def facts(self, numbers: Numbers, finite: np.ndarray) -> dict[str, Any]:
+    def facts(self, numbers: StepNumbers, finite: np.ndarray) -> dict[str, Any]:
         """Returns the values of a step that are not finite, for JSON.
 
         `finite` are the flags (flags,).
@@ -150,7 +150,7 @@ class SnapshotRows:
             "devices": one.devices,
         }
 
-    def _examples(self, numbers: Numbers) -> list[int] | None:
+    def _examples(self, numbers: StepNumbers) -> list[int] | None:
         """Returns the first and last example of the first value that is not finite."""
         places = dict(self.places)
         keys = sorted({key for row in self.rows for key in row.keys if places[key].examples})

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from policy.inspect.monitor.snapshot import first_of, identity_of
+from policy.programs.primitives import DIVIDES, POWERS
 
 RunRecord = dict[str, Any]
 
@@ -59,7 +60,7 @@ _DIVISIONS = {
     ("div", "nan"): "both operands are 0",
     ("div", "inf"): "the divisor is 0, or the quotient exceeds the dtype",
 }
-_OTHER = frozenset(("pow", "rem"))  # divide by 0, or overflow
+_OTHER = DIVIDES - POWERS - {name for name, _ in _DIVISIONS}  # divide by 0, or overflow
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from policy.programs.jaxprs import Equation, bind
 from policy.programs.primitives import MATMULS
 
 Device = Literal["tpu", "gpu"]
-HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+ALL_PASSES = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 _PARTS = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 2, lax.Precision.HIGHEST: 3}  # on a TPU
 _MANTISSAS = {"tpu": 7, "gpu": 10}  # explicit bits of bfloat16 and of TF32
 
@@ -35,7 +35,7 @@ def is_in_passes(equation: Equation) -> bool:
     if any(getattr(v.aval, "dtype", None) != F32 for v in equation.invars[:2]):
         return False
     levels = _levels(equation)
-    return all(level in _PARTS for level in levels) and levels != HIGHEST
+    return all(level in _PARTS for level in levels) and levels != ALL_PASSES
 
 
 def _levels(equation: Equation) -> tuple[Any, Any]:
@@ -52,7 +52,7 @@ def in_passes(equation: Equation, arrays: Sequence[Any], device: Device) -> list
     A TPU splits each operand by its own precision. On a GPU the higher one holds for both.
     """
     levels = _levels(equation)
-    params = equation.params | {"precision": HIGHEST}
+    params = equation.params | {"precision": ALL_PASSES}
     if device == "gpu":
         if lax.Precision.HIGHEST in levels:
             return bind(equation, arrays, params)

@@ -11,10 +11,18 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.inspect.traced.passes import HIGHEST
+from policy.inspect.traced.passes import ALL_PASSES
 from policy.inspect.traced.placed import NO_REFERENCE, PlacedInterpreter, PlacedValue, Reference
 from policy.programs.dtypes import F32, holds_half, is_half
-from policy.programs.jaxprs import Equation, OpenJaxpr, bind, is_jaxpr, opened, programs_of
+from policy.programs.jaxprs import (
+    Equation,
+    OpenJaxpr,
+    bind,
+    equations_of,
+    is_jaxpr,
+    opened,
+    programs_of,
+)
 from policy.programs.primitives import EXACT, HOST, MATMULS, READS_BITS, STATES_BITS
 from policy.programs.rewriting.interpreter import handler_of
 
@@ -86,7 +94,7 @@ def bound_wide(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
     params = {key: _wide_param(value) for key, value in equation.params.items()}
     if name in MATMULS and _are_wide_codes(equation, arrays):
         params["preferred_element_type"] = F32
-        params["precision"] = HIGHEST
+        params["precision"] = ALL_PASSES
         return bind(equation, [lax.convert_element_type(array, F32) for array in arrays], params)
     if name in MATMULS:
         params["precision"] = _highest(equation)
@@ -123,7 +131,7 @@ def keeps(equation: Equation, dtype: DTypeLike) -> bool:
 def _highest(equation: Equation) -> Any:
     """Returns the precision of full float32, as GPUs and TPUs multiply in fewer bits by default."""
     is_float = any(jnp.issubdtype(dtype, jnp.floating) for dtype in map(dtype_of, equation.invars))
-    return HIGHEST if is_float else equation.params.get("precision")
+    return ALL_PASSES if is_float else equation.params.get("precision")
 
 
 def _wide_param(value: Any) -> Any:
@@ -159,7 +167,7 @@ def dtypes_of(jaxpr: OpenJaxpr) -> list[Any]:
     """Returns the dtypes in an open jaxpr and in the programs inside it."""
     variables = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars]
     inner: list[Any] = []
-    for equation in jaxpr.eqns:
+    for equation in equations_of(jaxpr):
         variables += equation.outvars
         for program in programs_of(equation):
             inner += dtypes_of(program)
