@@ -18,7 +18,7 @@ from policy.optim import blockwise, convert
 from policy.optim.blockwise import (
     BLOCK,
     FORMATS,
-    LARGEST_RETENTION,
+    LARGEST_DECAY,
     POSITIVE,
     SIGNED,
     decode,
@@ -449,7 +449,7 @@ def mean_of_constants(form, rate, key, elements=256, steps=400):
 @pytest.mark.slow
 @every_form
 def test_means_up_to_the_largest_retention_converge_when_rounded_to_nearest(form):
-    assert mean_of_constants(form, LARGEST_RETENTION, None).min() > 0.8
+    assert mean_of_constants(form, LARGEST_DECAY, None).min() > 0.8
     assert mean_of_constants(form, 0.9, None).min() < 0.8
 
 
