@@ -151,7 +151,7 @@ class MadeOperation(NamedTuple):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether its operands were finite."""
+        """True if the operands of the operation were finite."""
         return -self.order >= _FRESH
 
 
