@@ -155,7 +155,8 @@ def run_method(call: MethodCall) -> Any:
         source = effective.source.for_those_inside(where(module))
 
         def run(given: MethodCall) -> Any:
-            with enter(inner, source), multiplying(policy, scope.policy):
+            held = own_code.float32_within_autocast(effective)
+            with enter(inner, source), multiplying(policy, scope.policy), held:
                 if call.is_upstream and not call.is_lifted and getattr(cls, "_dtype_fields", False):
                     returns = entered is not None and is_bare
                     return module._call_layer(given._replace(effective=effective, crosses=returns))

@@ -150,7 +150,8 @@ def _run_in(scope: Scope, call: MethodCall) -> Any:
     precise = multiplying(policy, scope.policy if scope.boundary_open else None)
 
     def run(given: MethodCall) -> Any:
-        with _under_way(), enter(inner, source), precise:
+        held = own_code.float32_within_autocast(effective)
+        with _under_way(), enter(inner, source), precise, held:
             return _run_body(given, effective, crosses)
 
     return run_at_boundary(call, run, scope, policy=policy, entered=entered)

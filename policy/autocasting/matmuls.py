@@ -78,15 +78,15 @@ def _unrounded(
 
     A tangent is the product in `dtype`, as that of `accumulating`, since its transpose is backward.
     """
-    lhs, rhs, *others = (v.as_dtype(dtype) if v.is_float else v.array for v in values)
+    operands = [v.as_dtype(dtype) if v.is_float else v.array for v in values]
 
-    def multiply(lhs: Any, rhs: Any, preferred_element_type: Any = dtype) -> Any:
+    def multiply(*operands: Any, preferred_element_type: Any = dtype) -> Any:
         result = {"preferred_element_type": np.dtype(preferred_element_type)}
-        return bind(equation, [lhs, rhs, *others], params | result)[0]
+        return bind(equation, operands, params | result)[0]
 
     if any(value.is_tangent for value in values):
-        return CastValue(multiply(lhs, rhs).astype(F32))
-    return CastValue(accumulating(multiply, F32)(lhs, rhs))
+        return CastValue(multiply(*operands).astype(F32))
+    return CastValue(accumulating(multiply, F32)(*operands))
 
 
 def stored_codes(value: CastValue) -> QuantizedArray | None:

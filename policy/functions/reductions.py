@@ -533,22 +533,23 @@ def accumulating(
     `bilinear(lhs, rhs, preferred_element_type=...)` is called forward with `accumulator_dtype`.
     With that alone, JAX would multiply float32 by half precision in both backward operations, or
     reject to (convolutions). Here the tangent is computed in the operands' dtype and then widened,
-    so its transpose rounds the cotangent first. Forward and reverse mode both work.
+    so its transpose rounds the cotangent first. Forward and reverse mode both work. Further
+    operands, such as the group sizes of a ragged matmul, are integers.
     """
     dtype = jnp.dtype(accumulator_dtype)
     precision = precision_around()  # a rule is traced after the block ended
 
     @jax.custom_jvp
-    def run(lhs: Array, rhs: Array) -> Array:
+    def run(lhs: Array, rhs: Array, *integers: Array) -> Array:
         with jax.default_matmul_precision(precision):
-            return bilinear(lhs, rhs, preferred_element_type=dtype)
+            return bilinear(lhs, rhs, *integers, preferred_element_type=dtype)
 
-    def run_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Any]:
+    def run_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Any]:
         y = run(*primals)
         pairs = ((tangents[0], primals[1]), (primals[0], tangents[1]))
         # a frozen operand costs nothing
         known = [pair for pair in pairs if not any(isinstance(x, SymbolicZero) for x in pair)]
-        parts = [bilinear(*pair) for pair in known]
+        parts = [bilinear(*pair, *primals[2:]) for pair in known]
         return y, sum(parts[1:], parts[0]).astype(y.dtype) if parts else jnp.zeros_like(y)
 
     run.defjvp(run_jvp, symbolic_zeros=True)

@@ -396,3 +396,18 @@ def test_a_root_in_float32_by_a_rule_multiplies_at_the_highest_around_half_modul
     model = APIS["linen"].scoped(net(INNER), MIXED, {"Net:": "float32", "router": MIXED}, ROWS)
     found = gradients(model)
     assert HIGHEST in found and FLOAT32 not in found
+
+
+class Router(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return x @ self.param("w", linen.initializers.lecun_normal(), (4, 3))
+
+
+@pytest.mark.parametrize("name", ["float32", "f32_inside"])
+def test_a_module_with_a_float32_policy_of_its_own_keeps_it_under_autocast(name):
+    modules = Router(dtype_policy=name), linen.Dense(3, dtype_policy=name)
+    calls = [(module.apply, module.init(jax.random.key(0), X), X) for module in modules]
+    calls.append((nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy=name), X))
+    for call, *args in calls:
+        assert precisions(autocast(call, MIXED), *args) == {("float32", "highest")}

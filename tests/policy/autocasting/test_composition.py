@@ -543,3 +543,15 @@ def test_solvers_and_linear_calls_run_in_float32(fn):
     cast = autocast(fn, BF16, params=0)
     near(cast(W, x), fn(W, x), 2e-2)
     near(jax.grad(lambda x: cast(W, x).sum())(x), jax.grad(lambda x: fn(W, x).sum())(x), 2e-2)
+
+
+def test_an_unrounded_ragged_matmul_is_differentiated_in_a_checkpoint_and_a_branch():
+    def experts(w: Any, x: Any) -> Any:
+        sizes = jnp.array([len(x), 0])
+        kernels = jnp.stack([w, w])
+        return lax.ragged_dot(x, kernels, sizes, preferred_element_type=jnp.float32).sum()
+
+    truth = jax.grad(experts)(W, X)
+    branch = lambda w, x: lax.cond(x[0, 0] < 99, experts, lambda w, x: x.sum(), w, x)  # noqa: E731
+    for function in (jax.checkpoint(experts), branch):
+        near(jax.grad(autocast(function, BF16))(W, X), truth)
