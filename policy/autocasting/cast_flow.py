@@ -32,11 +32,14 @@ from policy.programs.jaxprs import (
 )
 
 _SUMS = re.compile("reduce|cum|arg|sort")
+_MOVES = primitives.MOVES_DATA | primitives.BROADCASTS | {"pad"}
 _ELEMENTWISE = primitives.PRODUCTS | primitives.FORWARD_ADDITIONS | primitives.BOUNDED
 
 # The operands of an operation beside CAST, GIVEN and PROMOTED: compute_dtype, computed from a cast
-# elementwise or with a sum, and others.
-HALF, DERIVED, REDUCED, OTHER = "half", "derived", "reduced", "other"
+# elementwise or with a sum, float32 operands of a derivative rule, inputs of layers that were cast,
+# and others.
+HALF, DERIVED, REDUCED, RECEIVED, OTHER = "half", "derived", "reduced", "received", "other"
+ASKED = "asked"
 NARROW = {HALF, PROMOTED, GIVEN}
 
 
@@ -45,11 +48,14 @@ class Lines(list[Equation]):
 
     Attributes:
       with_rules: the equations of functions with derivative rules of their own and matmuls.
+      around: the equations that hold programs with matmuls, and the matmuls of layers. The frames
+        of an equation end where JAX traces the program that it is in.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.with_rules: list[Equation] = []
+        self.around: list[Equation] = []
 
     def note(self, equation: Equation) -> None:
         """Adds an equation that is a matmul, or has derivative rules."""
@@ -69,16 +75,22 @@ class SecondTrace(Lines):
       casts: the code of functions that cast to float32.
       elementwise: the elementwise equations, and whether lines cast all of their operands.
       normalizations: squares of Flax's normalizations in compute_dtype.
+      casting: the identities of equations whose programs cast an operand of each matmul in them.
+      of_layers: matmuls of layers that obey the policy, whose inputs lines cast to float32.
     """
 
-    def __init__(self, jaxpr: Any):
+    def __init__(self, jaxpr: Any, *, of_casts: bool = False):
         super().__init__()
+        self.casting: set[int] = set()
         self.elementwise: list[tuple[Equation, bool]] = []
         self.normalizations: list[Equation] = []
+        self.of_layers: list[Equation] = []
         self.operands: list[list[str]] = []
         self.casts: set[Any] = set()
         body, _ = opened(jaxpr)
-        self.run(body, [_of(v.aval) for v in body.invars])
+        wide = RECEIVED if of_casts else OTHER
+        given = [_of(v.aval) for v in body.invars]
+        self.run(body, [wide if each == OTHER else each for each in given])
 
     def run(self, body: OpenJaxpr, given: Sequence[str]) -> list[str]:
         """Notes the matmuls of a program, and returns what its outputs are."""
@@ -98,14 +110,16 @@ class SecondTrace(Lines):
         results = [_of(v.aval) for v in equation.outvars]
         name = equation.primitive.name
         if is_of_layer(equation):
-            return results
+            return self._results_of_layer(equation, values, results)
         self.note(equation)
-        inside = subprograms(equation)
+        inside, before = subprograms(equation), len(self.operands)
         for one in inside:
             if one.is_run and one.operands is not None:
                 made = self.run(one.body, one.given(values))
                 results = made if len(made) == len(results) else results
         if inside:
+            if all(CAST in operands for operands in self.operands[before:]):
+                self.casting.add(id(equation))
             return results
         if name in primitives.MATMULS:
             self.operands.append(values)
@@ -120,6 +134,16 @@ class SecondTrace(Lines):
         if result == CAST:
             self.casts |= writers(equation)
         return [result]
+
+    def _results_of_layer(
+        self, equation: Equation, values: list[str], results: list[str]
+    ) -> list[str]:
+        """Notes a matmul whose input was cast to float32 in front of its layer."""
+        name, is_asked = equation.primitive.name, not {CAST, ASKED}.isdisjoint(values[:1])
+        if name in primitives.MATMULS and is_asked:
+            self.of_layers.append(equation)
+        moves = name in primitives.CASTS | primitives.MOVES_DATA
+        return [ASKED] if is_asked and moves and len(results) == 1 else results
 
 
 def elementwise_of(body: OpenJaxpr) -> Iterator[Equation]:
@@ -144,8 +168,10 @@ def _of_float32(equation: Equation, values: list[str]) -> str:
     name, floats = equation.primitive.name, [value for value in values if value]
     if name == "convert_element_type" and floats == [HALF]:
         return cast_by(equation)
-    if len(set(floats)) == 1 and (name in primitives.MOVES_DATA | primitives.BROADCASTS):
-        return floats[0]
+    if name in _MOVES:
+        moved = floats if len(set(floats)) == 1 else _scaled(equation, values)
+        if len(set(moved)) == 1:
+            return moved[0]
     if name in primitives.PRODUCTS and _scaled(equation, values) == [CAST]:
         return CAST  # by a number
     if {CAST, DERIVED, REDUCED}.intersection(floats):

@@ -184,6 +184,7 @@ class Evaluator(Interpreter[CastValue]):
 
     def _evaluated(self, equation: Equation, values: Values) -> Values:
         name, place = equation.primitive.name, self.place_of(equation)
+        category = self._category(equation)
         if jax.dtypes.canonicalize_dtype(np.float64) == np.float64 and not place.is_layer:
             equation, values = without_float64(equation, values)
         layout = widened_layout(equation) if name in REBUILT and not place.is_layer else None
@@ -195,7 +196,6 @@ class Evaluator(Interpreter[CastValue]):
             return [_handed_on(mark, values[0], place)]
         if place.is_layer and not is_part(equation):
             return _of_layer(equation, values)
-        category = self._category(equation)
         if category == "control" and name in self.handlers:
             return self.handlers[name](self, equation, values)
         operation = CastOperation(equation, category, place, self.settings.narrows, values)

@@ -23,6 +23,7 @@ from policy.autocasting.cast_flow import (
     GIVEN,
     HALF,
     NARROW,
+    RECEIVED,
     REDUCED,
     Lines,
     SecondTrace,
@@ -50,7 +51,12 @@ from policy.programs.thread import during, thread
 
 
 def with_requests(
-    jaxpr: Any, again: Callable[[], Any], half: np.dtype, *, is_asked: bool = False
+    jaxpr: Any,
+    again: Callable[[], Any],
+    half: np.dtype,
+    *,
+    is_rule: bool = False,
+    of_casts: bool = False,
 ) -> Any:
     """Returns a closed jaxpr, traced in float32, whose matmuls are marked with what lines say.
 
@@ -60,15 +66,17 @@ def with_requests(
       jaxpr: the program.
       again: traces its function in compute_dtype.
       half: compute_dtype.
-      is_asked: traces it again whatever the source of its matmuls says.
+      is_rule: whether it is a derivative rule, which is traced again whatever its source says.
+      of_casts: whether that of a function that casts the operands of its matmuls.
     """
     if not is_half(half) or thread.traced_dtype is not None or thread.is_summary:
         return jaxpr
     first = Lines()
     body, _ = opened(jaxpr)
     kept = dict.fromkeys(map(id, matmuls_and_kept(body, first)), marks.UNROUNDED)
-    is_asked = is_asked or speaks(first) or any(map(is_by_caster, elementwise_of(body)))
-    said = kept | (_said(jaxpr, first, again, half) if is_asked else {})
+    is_asked = is_rule or speaks([*first, *first.around])
+    is_asked = is_asked or any(map(is_by_caster, elementwise_of(body)))
+    said = kept | (_said(jaxpr, first, again, half, of_casts) if is_asked else {})
     return with_marks(jaxpr, said, {}) if said else jaxpr
 
 
@@ -83,14 +91,15 @@ def with_requests_of_rule(
       again: returns the rule's program for the equation of the second trace.
       half: compute_dtype.
     """
-    second = _second.get(rule_of(equation))
+    second, of_casts = _second.get(rule_of(equation), (None, False))
     if second is None:
         return rule
-    return with_requests(rule, lambda: again(second), half, is_asked=True)
+    return with_requests(rule, lambda: again(second), half, is_rule=True, of_casts=of_casts)
 
 
-_second: weakref.WeakKeyDictionary[Any, Equation] = weakref.WeakKeyDictionary()
-"""Equations of second traces, by the derivative rules of those of the first."""
+_second: weakref.WeakKeyDictionary[Any, tuple[Equation, bool]] = weakref.WeakKeyDictionary()
+"""Equations of second traces, and whether they cast, by the derivative rules of those of the first.
+"""
 
 
 def retracing(scope: Scope, half: np.dtype) -> Scope:
@@ -120,13 +129,15 @@ def _trace_rule(equation: Equation) -> None:
         jax.eval_shape(differentiated, *avals)
 
 
-def _said(jaxpr: Any, first: Lines, again: Callable[[], Any], half: np.dtype) -> dict[int, str]:
+def _said(
+    jaxpr: Any, first: Lines, again: Callable[[], Any], half: np.dtype, of_casts: bool
+) -> dict[int, str]:
     """Returns the marks of equations by their identities, and warns of open matmuls."""
     settings = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
     try:
         with settings[0], settings[1], during(traced_dtype=half), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            second = SecondTrace(again())
+            second = SecondTrace(again(), of_casts=of_casts)
             for equation in second.with_rules:
                 _trace_rule(equation)
     except Exception as error:  # code for float32 alone
@@ -137,7 +148,8 @@ def _said(jaxpr: Any, first: Lines, again: Callable[[], Any], half: np.dtype) ->
         _tell_unseen(first, half, "it runs other matmuls there")
         return {}
     if len(first.with_rules) == len(second.with_rules):
-        _second.update(zip(map(rule_of, first.with_rules), second.with_rules, strict=True))
+        for old, new in zip(first.with_rules, second.with_rules, strict=True):
+            _second[rule_of(old)] = new, id(new) in second.casting
     said: dict[int, str] = {}
     for equation, line, operands in zip(first, second, second.operands, strict=True):
         request = _request(line, operands[:2])
@@ -152,6 +164,8 @@ def _said(jaxpr: Any, first: Lines, again: Callable[[], Any], half: np.dtype) ->
         _tell_layers((line for line, given in pairs if given[:2] == [GIVEN, GIVEN]), half)
     for line in second.normalizations:
         _tell_normalization(line)
+    for line in second.of_layers:
+        _tell_input(line, half)
     said |= _said_elementwise(jaxpr, second)
     return {number: mark for number, mark in said.items() if mark}
 
@@ -162,7 +176,7 @@ def _request(equation: Equation, operands: Sequence[str]) -> str:
     asked = equation.params.get("preferred_element_type")
     if found == {HALF} and asked is not None and np.dtype(asked) == F32:
         return marks.UNROUNDED
-    if CAST in found and is_wide:
+    if (CAST in found and is_wide) or found == {RECEIVED}:
         return marks.operation_in_float32()
     both = found <= {DERIVED, REDUCED}
     return "told" if CAST in found or DERIVED in found or both else ""
@@ -215,6 +229,14 @@ def _tell_layers(lines: Iterable[Equation], half: np.dtype) -> None:
             "in `with full_precision():`, or give a rule for it, such as {'head': 'float32'}; for "
             f"{half}, leave out its dtype."
         )
+
+
+def _tell_input(line: Equation, half: np.dtype) -> None:
+    warn_once(
+        f"A layer, called at {line_of(line)[1]}, is given a value cast to float32, and the "
+        f"policy runs its matmul in {half}. For float32, call it in `with full_precision():`, or "
+        f"give a rule for it, such as {{'head': 'float32'}}; for {half}, leave out the cast."
+    )
 
 
 def _tell_normalization(line: Equation) -> None:

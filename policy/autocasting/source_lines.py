@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import functools
-import inspect
 import itertools
 import linecache
 import os
@@ -14,17 +14,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from policy.programs.jaxprs import Equation
 
-_SPEAKS = re.compile("astype|asarray|float32|f32|preferred_element_type|convert_element_type")
+_SPEAKS = re.compile(
+    "astype|asarray|float32|f32|preferred_element_type|convert_element_type|cast_(to|floating)"
+)
 _GIVES = re.compile(r"preferred_element_type|\bdtype\b.*(float32|f32)|force_float32_reductions")
 _CASTS = re.compile("astype|asarray|convert_element_type")
 _FLOAT32 = re.compile("float32|f32", re.IGNORECASE)
-_OF_CASTS = {"astype", "_astype", "meth", "array", "asarray", "__call__", "convert_element_type"}
-_PLUMBING = re.compile(
-    "_convert_element_type|bind|process_primitive|current|cache_miss|reraise|jvp|<genexpr>"
-)
+_OF_CASTS = {"astype", "_astype", "array", "asarray", "__call__", "convert_element_type"}
+_OF_OURS = re.compile("cast_(array|floating|to_)|^cast$|^stops$")
+_PLUMBING = re.compile("bind|process_primitive|current|cache_miss|reraise|jvp|<genexpr>|^meth$")
 _LAYERS = ("linear.py", "attention.py", "recurrent.py")
 _TREES = re.compile(r"jax._src.tree(_util)?\.py$")
 
@@ -41,50 +43,68 @@ _TRACES = tuple(
         ("autocasting", "derivative_rules.py"),
     )
 )
+_OF_POLICIES = os.path.join(_HERE, "core", "")
 _OURS = tuple(os.path.join(os.path.dirname(_HERE), name, "") for name in ("policy", "mpmodules"))
 
 
 def is_of_jax(equation: Equation) -> bool:
     """Returns whether JAX put in a cast, for operands of two dtypes, and no line asks for it."""
-    names: set[str] = set()
-    for code in frames(equation)[0]:
-        if not code.co_filename.startswith(_JAX):
-            break
-        if not _PLUMBING.search(code.co_name):
-            names.add(code.co_name)
-    return not names & _OF_CASTS or bool(names - _OF_CASTS)
+    return _called(equation)[0] not in _OF_CASTS
 
 
 def cast_by(equation: Equation) -> str:
-    """Returns whether a line that names float32 widened an operand, or another, or JAX.
+    """Returns whether a line that names float32 cast an operand, or another, or JAX.
 
-    A dtype that is a field of a model, ``x.astype(self.dtype)``, or an argument of Flax's layers
-    is left to the policy.
+    A dtype that is a field of a model, ``x.astype(self.dtype)``, or an argument of a function is
+    left to the policy. Constants of a module or class are the line's own words.
     """
-    names: set[str] = set()
+    name, code, offset = _called(equation)
+    if code is None or is_library(code.co_filename):
+        is_flaxs = code is not None and is_file_of_flax(code.co_filename)
+        return GIVEN if is_flaxs else PROMOTED
+    is_ours = _OF_OURS.search(name) is not None
+    return CAST if is_ours or (name in _OF_CASTS and _is_constant(code, offset)) else PROMOTED
+
+
+def _called(equation: Equation) -> tuple[str, types.CodeType | None, int]:
+    """Returns the name of the function of JAX, or of a cast of ours, that the line of an equation
+    calls, and the line's code and offset.
+    """
+    name = ""
     for code, offset in zip(*frames(equation), strict=True):
-        file, name = code.co_filename, code.co_name
-        if not file.startswith(_JAX):
-            is_cast = bool(names & _OF_CASTS) and not names - _OF_CASTS and not is_library(file)
-            if is_file_of_flax(file):
-                return GIVEN
-            return CAST if is_cast and _names_float32(code, offset) else PROMOTED
-        if not _PLUMBING.search(name) and not _TREES.search(file):
-            names.add(name)
-    return PROMOTED
+        file, is_ours = code.co_filename, code.co_filename.startswith(_OF_POLICIES)
+        if not file.startswith(_JAX) and not (is_ours and _OF_OURS.search(code.co_name)):
+            return name, code, offset
+        if not _PLUMBING.search(code.co_name) and not _TREES.search(file):
+            name = code.co_name
+    return name, None, 0
 
 
-def _names_float32(code: types.CodeType, offset: int) -> bool:
-    """Returns whether the source of a call says float32, or a function of it, `promote_types`."""
+@functools.lru_cache(4096)
+def _is_constant(code: types.CodeType, offset: int) -> bool:
+    """Returns whether a call of a cast names a constant dtype, no field or argument of the code."""
     place = next(itertools.islice(code.co_positions(), offset // 2, None), (None,) * 4)
     lines = linecache.getlines(code.co_filename)
     if None in place or not lines:
         return True
     first, last, start, end = (int(each or 0) for each in place)
-    text = "".join(lines[first - 1 : last]).encode()
-    text = text[start : len(text) - len(lines[last - 1].encode()) + end].decode(errors="ignore")
-    is_local = re.search(r"[(,]\s*(dtype=)?\w+\)$", text) is not None
-    return bool(_FLOAT32.search(text)) or (is_local and "promote_types" in code.co_names)
+    encoded = "".join(lines[first - 1 : last]).encode()
+    end += len(encoded) - len(lines[last - 1].encode())
+    text = encoded[start:end].decode(errors="ignore")
+    if _FLOAT32.search(text):
+        return True
+    try:
+        call = ast.parse(f"({text})", mode="eval").body
+    except SyntaxError:
+        return True
+    if not isinstance(call, ast.Call):
+        return True
+    given = [each.value for each in call.keywords if each.arg in ("dtype", "new_dtype")]
+    is_method = getattr(call.func, "attr", "") == "astype" and len(call.args) == 1
+    given += call.args[0 if is_method else 1 :]
+    names = {each.id for dtype in given for each in ast.walk(dtype) if isinstance(each, ast.Name)}
+    local = names & {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    return not local or "promote_types" in code.co_names
 
 
 def speaks(equations: Sequence[Equation]) -> bool:
@@ -99,18 +119,17 @@ def speaks(equations: Sequence[Equation]) -> bool:
         return True
     own = {code for code in inside if not is_file_of_flax(code.co_filename)}
     around = [each for code in own for each in _with_nested(code)]
-    called = {
-        found
+    return any(
+        name in _speaking(code.co_filename)
         for code in around
         for name in (*code.co_names, *code.co_freevars)
-        for found in _functions_of(code.co_filename).get(name, ())
-    }
-    codes = (*around, *(each for code in called - own for each in _with_nested(code)))
-    return any(
-        _SPEAKS.search(said)
-        for code in codes
-        for said in (*code.co_names, *(str(each) for each in code.co_consts if _is_text(each)))
-    )
+    ) or any(map(_speaks, around))
+
+
+def _speaks(code: types.CodeType) -> bool:
+    """Returns whether the names or texts of a function, or names of arguments, say a cast."""
+    texts = (str(each) for each in code.co_consts if isinstance(each, str | tuple))
+    return any(map(_SPEAKS.search, (*code.co_names, *texts)))
 
 
 def is_by_caster(equation: Equation) -> bool:
@@ -163,10 +182,6 @@ def _gives_dtypes(file: str) -> bool:
     return not is_file_of_flax(file) and bool(_GIVES.search("".join(linecache.getlines(file))))
 
 
-def _is_text(constant: Any) -> bool:
-    return isinstance(constant, str | tuple)  # a tuple has the names of keyword arguments
-
-
 def _inside(equation: Equation) -> Iterator[Any]:
     """Yields the code of the functions around an equation, up to the call that is traced."""
     for code in frames(equation)[0]:
@@ -177,33 +192,57 @@ def _inside(equation: Equation) -> Iterator[Any]:
 
 
 @functools.lru_cache(256)
-def _functions_of(file: str) -> dict[str, list[Any]]:
-    """Returns the code of the functions that a module's file defines, or imports from its package
-    or folder, by their names.
+def _speaking(file: str) -> set[str]:
+    """Returns the names of a module's file that stand for a cast to float32, or for that dtype.
+
+    These are functions that the file defines, or imports from its package or folder, and the
+    classes, containers and partial functions that hold such.
     """
-    found: dict[str, list[Any]] = {}
     modules = [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == file]
-    held = [item for module in modules for item in vars(module).items()]
-    held += [item for _, each in held if isinstance(each, type) for item in vars(each).items()]
     packages = {m.__name__.split(".")[0] for m in modules} - {"__main__"}
-    near = {os.path.dirname(file), *(os.sep + package + os.sep for package in packages)}
+    near = (os.path.dirname(file), *(os.sep + package + os.sep for package in packages))
+    return {
+        name
+        for module in modules
+        for held, value in vars(module).items()
+        for function in _casts_in(value, near, set())
+        for name in (held, function)
+    }
 
-    def is_near(other: str) -> bool:
-        return not is_library(other) and any(part in other for part in near)
 
-    codes = []
-    for name, value in held:
-        if isinstance(value, functools.partial):
-            text = " ".join(value.keywords)
-            found.setdefault(name, []).append(compile(f"{text!r}", file, "eval"))
-        elif callable(value):
-            codes.append(getattr(inspect.unwrap(value), "__code__", None))
-    while codes:
-        code = codes.pop()
-        if isinstance(code, types.CodeType) and is_near(code.co_filename):
-            found.setdefault(code.co_name, []).append(code)
-            codes += code.co_consts
-    return found
+def _casts_in(value: Any, near: Sequence[str], seen: set[int]) -> Iterator[str]:
+    """Yields the names of the functions in a value that cast to float32."""
+    if id(value) in seen or isinstance(value, types.ModuleType):
+        return
+    seen.add(id(value))
+    name = str(value if isinstance(value, str | np.dtype) else getattr(value, "__name__", ""))
+    if _SPEAKS.fullmatch(name):
+        yield name
+    held = getattr(value, "__wrapped__", None)
+    inside: list[Any] = [] if held is None else [held]
+    if isinstance(value, functools.partial):
+        inside = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, dict | list | tuple):
+        inside = list(itertools.islice(value.values() if isinstance(value, dict) else value, 256))
+    elif isinstance(value, types.FunctionType):
+        inside += [each.cell_contents for each in value.__closure__ or () if each != _EMPTY]
+        if _is_near(value.__code__.co_filename, near):
+            yield from (each.co_name for each in _with_nested(value.__code__) if _speaks(each))
+    elif isinstance(value, classmethod | staticmethod | types.MethodType):
+        inside = [value.__func__]
+    else:
+        cls = value if isinstance(value, type) else type(value)
+        file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+        inside += vars(cls).values() if _is_near(file, near) else ()
+    for each in inside:
+        yield from _casts_in(each, near, seen)
+
+
+def _is_near(file: str, near: Sequence[str]) -> bool:
+    return not is_library(file) and any(part in file for part in near)
+
+
+_EMPTY = types.CellType()
 
 
 def line_of(equation: Equation) -> tuple[str, str]:

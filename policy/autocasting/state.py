@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core as jex_core
+import numpy as np
 
 from policy.programs.jaxprs import OpenJaxpr, equations_of, subprograms
 from policy.programs.primitives import CASTS, MOVES_DATA
@@ -48,6 +49,8 @@ def _origin(body: OpenJaxpr, atom: Any) -> tuple[Any, bool]:
         place = equation.outvars.index(atom)
         writes = name == "dynamic_update_slice" or name.startswith("scatter")
         operand = 0 if writes or name in _HANDS_ON else None
+        if name == "concatenate":  # a cache that is rolled or shifted
+            operand = int(np.argmax([each.aval.size for each in equation.invars]))
         is_written |= writes
         if inside and name != "cond" and not name.startswith("scatter"):
             operand, writes = _through(inside, place)

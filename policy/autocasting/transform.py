@@ -28,12 +28,13 @@ from policy.autocasting.report import Report
 from policy.autocasting.requests import retracing, with_requests
 from policy.autocasting.settings import Places, Settings
 from policy.autocasting.sites import rejecting_sites
+from policy.autocasting.state import operands_kept
 from policy.autocasting.values import CastValue, cast
 from policy.core.dtypes import precision_around
 from policy.core.messages import require_function, warn_once
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, pattern_text
-from policy.core.scope import RulesLike, current_scope, enter, require_usable
+from policy.core.scope import RulesLike, computes_in_half, current_scope, enter, require_usable
 from policy.programs.dtypes import F32, is_floating_dtype
 from policy.programs.frameworks import make_jaxpr
 from policy.programs.jaxprs import is_unwritten, opened, repeated_programs
@@ -246,6 +247,12 @@ class _Autocast:
                     "'mixed_bfloat16'), or call it in a use_policy block."
                 )
                 return self.fn(*args, **kwargs)
+            if current_scope().in_full_precision and computes_in_half(settings.policy):
+                warn_once(
+                    f"autocast({function_name(self.fn)}) is called in full_precision(), and its "
+                    f"own policy wins, '{settings.policy}'. Call the function without autocast "
+                    "for float32."
+                )
             warn_of_nnx_optimizer(args, kwargs)
             target, arguments, finish = self.lowered(args, kwargs)
             in_place = any(map(is_staged, arguments.arrays))
@@ -359,14 +366,22 @@ def _traced_in_float32(flat: Callable[..., Any], arrays: Sequence[Any]) -> tuple
     """Returns the program of a function, half-precision arguments as float32, and its results.
 
     The results have the dtypes that the function gives them for its arguments as they are. A
-    function that rejects half precision, such as an FFT, returns what it returns for float32.
+    function that rejects half precision, such as an FFT, returns what it returns for float32, and
+    state, such as a cache, in the dtype in which it came.
     """
     widened = functools.partial(jax.eval_shape, lambda array: array.astype(F32))
     wide = [widened(array) if _is_half(array) else array for array in arrays]
     jaxpr, shape = make_jaxpr(flat, return_shape=True)(*wide)
     if any(map(_is_half, arrays)):
-        with contextlib.suppress(TypeError, ValueError, NotImplementedError):
+        try:
             shape = jax.eval_shape(flat, *arrays)
+        except (TypeError, ValueError, NotImplementedError):
+            leaves, structure = jax.tree.flatten(shape)
+            kept = operands_kept(opened(jaxpr)[0], len(leaves), first=-1)
+            pairs = zip(leaves, kept, strict=True)
+            shape = structure.unflatten(
+                leaf if i is None else leaf.update(dtype=arrays[i].dtype) for leaf, i in pairs
+            )
     return jaxpr, shape
 
 

@@ -120,6 +120,23 @@ def test_float64_is_left_alone():
         assert dots(mixed, W, X) == [HALVES]
 
 
+FLOAT64: dict[str, Any] = {
+    "a number": lambda w, x: (x @ w - np.float64(1)) @ w,
+    "zeros": lambda w, x: (jnp.zeros(x.shape) + x) @ w,
+    "linspace": lambda w, x: (x * jnp.linspace(0, 1, 8)[None]) @ w,
+    "random numbers": lambda w, x: (x + jax.random.normal(jax.random.key(0), x.shape)) @ w,
+}
+
+
+@pytest.mark.parametrize("name", FLOAT64)
+def test_in_float64_mode_code_runs_that_makes_arrays_of_the_default_dtype(name):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        y = autocast(FLOAT64[name], BF16, params=0)(W, X)
+        truth = FLOAT64[name](W, X)
+        assert y.dtype == truth.dtype
+        np.testing.assert_allclose(y, truth, atol=3e-2)
+
+
 _DIMS = (((1,), (0,)), ((), ()))
 _INTEGERS, _COMPLEX, _FP8 = jnp.ones((4, 4), jnp.int8), lax.complex(X, X), W.astype("float8_e4m3fn")
 OF_OTHER_DTYPES: dict[str, tuple[Any, Any]] = {

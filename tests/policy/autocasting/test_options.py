@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from policy import full_precision, use_policy
+from policy import DtypePolicyWarning, full_precision, use_policy
 from policy.autocasting.transform import autocast
 from policy.programs.primitives import CATEGORY_OF
 from tests.policy.autocasting.models import BF16, FULLS, HALVES, dots, layer, normal, reads
@@ -69,7 +69,8 @@ def test_outside_of_autocast_an_island_is_the_function():
 def test_the_innermost_autocast_decides():
     inner = full_precision(autocast(layer, "mixed_float16"))
     fn = autocast(lambda w, x: inner(w, layer(w, x)), BF16)
-    assert dots(fn, W, X) == [HALVES, ("float16", "float16")]
+    with pytest.warns(DtypePolicyWarning, match="own policy wins"):
+        assert dots(fn, W, X) == [HALVES, ("float16", "float16")]
 
 
 def test_what_an_island_returns_is_kept_in_float32_until_the_next_matmul():
