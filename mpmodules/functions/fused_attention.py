@@ -152,7 +152,7 @@ def fused_kernel(
     how = Splash.of(pairs.static, is_causal, insists, soft_cap, shards)
     lengths = query.shape[-3], key.shape[-3]
     hides = _may_hide_all_keys(how, pairs.segments, *lengths)
-    kernel = _kernel_with_uniform_rows if hides else splash_attention
+    kernel: Any = _kernel_with_uniform_rows if hides else splash_attention
     return Choice(_splash(kernel, how, pairs.segments), "splash")
 
 

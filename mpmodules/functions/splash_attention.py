@@ -1,10 +1,8 @@
-"""Splash attention for TPUs: JAX's kernel, as a function that JAX can differentiate in either mode,
-any number of times, and batch.
+"""Splash attention for TPUs: JAX's kernel as a primitive, which is batched, and traced when it is
+lowered for a TPU, not before: a program for other platforms never imports the kernel.
 
-JAX's kernel has a `custom_vjp`, which has no forward mode. Here the first derivative is a
-primitive: forward mode evaluates XLA's formula, and transposition, which is reverse mode, calls the
-kernel's backward pass. Derivatives of higher order are XLA's. As a primitive, the kernel is also
-traced when it is lowered for a TPU, and not before: a program for other platforms never imports it.
+JAX's kernel has a `custom_vjp` that is traced in the caller's contexts. Here forward and backward
+are two calls of the primitive, whose own derivative is that of XLA's formula.
 """
 
 from __future__ import annotations
@@ -23,10 +21,9 @@ from jax.interpreters import ad, batching, mlir
 
 from mpmodules.functions.attention import dot_product_attention
 from mpmodules.functions.sharded_attention import Shards
-from mpmodules.functions.splash_kernel import CAUSAL, STAGES, StaticMask, Three, Window
+from mpmodules.functions.splash_kernel import CAUSAL, STAGES, StaticMask, Window
 
 Array = jax.Array
-Operands = tuple[Array, ...]
 
 RESIDUALS = "attention"
 """The name of what backward keeps, as in `jax.checkpoint_policies.save_only_these_names`."""
@@ -134,7 +131,7 @@ def _window_of(allowed: np.ndarray) -> Window | None:
     return window if np.array_equal(inside, allowed[0]) else None
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def splash_attention(how: Splash, query: Array, key: Array, value: Array, *ids: Array) -> Array:
     """Computes softmax(q k^T / sqrt(H)) v in one kernel.
 
@@ -153,53 +150,20 @@ def splash_attention(how: Splash, query: Array, key: Array, value: Array, *ids: 
     return out
 
 
-@splash_attention.defjvp
-def _attention_jvp(how: Splash, primals: Operands, tangents: Operands) -> tuple[Array, Array]:
-    out, log_sum = _with_residuals(how, *primals)
-    out, log_sum = (checkpoint_name(x, RESIDUALS) for x in (out, log_sum))
-    return out, _tangent(how, primals, out, log_sum, tangents)
+def _forward(
+    how: Splash, query: Array, key: Array, value: Array, *ids: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    results = _run(how, "forward_with_residuals", query, key, value, *ids)
+    out, log_sum = (checkpoint_name(x, RESIDUALS) for x in results)
+    return out, (query, key, value, out, log_sum, *ids)
 
 
-def _tangent(
-    how: Splash, primals: Operands, out: Array, log_sum: Array, tangents: Operands
-) -> Array:
-    operands, ids = primals[:3], primals[3:]
-    return _tangent_p.bind(*operands, out, log_sum, *ids, *tangents[:3], how=how)
+def _backward(how: Splash, residuals: tuple[Array, ...], cotangent: Array) -> tuple[Any, ...]:
+    kept, ids = residuals[:5], residuals[5:]
+    return (*_run(how, "backward", *kept, cotangent, *ids), *[None] * len(ids))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _with_residuals(how: Splash, *operands: Array) -> tuple[Array, Array]:
-    out, log_sum = _run(how, "forward_with_residuals", *operands)
-    return out, log_sum
-
-
-@_with_residuals.defjvp
-def _with_residuals_jvp(how: Splash, primals: Operands, tangents: Operands) -> tuple[Any, Any]:
-    out, log_sum = _with_residuals(how, *primals)
-    tangent = _tangent(how, primals, out, log_sum, tangents)
-    # Backward's derivative goes by the operands alone.
-    return (out, log_sum), (tangent, jnp.zeros_like(log_sum))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _backward(how: Splash, *operands: Array) -> Three:
-    """Computes the cotangents of `query, key, value = operands[:3]`, by the kernel from the result,
-    its residual and the cotangent that follow, and the ids after them.
-    """
-    query, key, value = _run(how, "backward", *operands)
-    return query, key, value
-
-
-@_backward.defjvp
-def _backward_jvp(how: Splash, primals: Operands, tangents: Operands) -> tuple[Three, Three]:
-    ids = primals[6:]
-
-    def pullback(query: Array, key: Array, value: Array, cotangent: Array) -> Three:
-        run = lambda *operands: how.formula(*operands, *ids)  # noqa: E731
-        return jax.vjp(run, query, key, value)[1](cotangent)
-
-    _, derivative = jax.jvp(pullback, (*primals[:3], primals[5]), (*tangents[:3], tangents[5]))
-    return _backward(how, *primals), derivative
+splash_attention.defvjp(_forward, _backward)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -208,6 +172,11 @@ def _backward_jvp(how: Splash, primals: Operands, tangents: Operands) -> tuple[T
 
 _kernel_p = jex_core.Primitive("splash_attention")
 _kernel_p.multiple_results = True
+
+_ELSEWHERE = {
+    True: ("that XLA can't partition", "Call it within jax.shard_map, or leave it out"),
+    False: ("for TPUs", "Leave it out, or give implementation='xla'"),
+}
 
 
 def _run(how: Splash, stage: str, *operands: Array) -> list[Array]:
@@ -275,16 +244,9 @@ def _lower(context: Any, *operands: Any, how: Splash, stage: str, is_for_tpu: bo
     """
     if _is_whole(context.module_context.axis_context) if is_for_tpu else INTERPRET:
         return _lower_kernel(context, *operands, how=how, stage=stage)
-    if how.insists and is_for_tpu:
-        raise ValueError(
-            "implementation='splash' is a kernel that XLA can't partition. Call it within "
-            "jax.shard_map, or leave it out."
-        )
     if how.insists:
-        raise ValueError(
-            "implementation='splash' is a kernel for TPUs. Leave it out, or give "
-            "implementation='xla'."
-        )
+        fault, way_out = _ELSEWHERE[is_for_tpu]
+        raise ValueError(f"implementation='splash' is a kernel {fault}. {way_out}.")
     return mlir.lower_fun(functools.partial(_run_formula, how=how, stage=stage))(context, *operands)
 
 
@@ -310,53 +272,26 @@ def _compiled(how: Splash, stage: str) -> Any:
     return jax.jit(functools.partial(_kernel_p.bind, how=how, stage=stage))
 
 
-def _batch(primitive: Any, operands: Any, axes: Any, **params: Any) -> tuple[Any, Any]:
-    """Batches a primitive: the new batch axis comes before the others."""
+def _batch(operands: Any, axes: Any, **params: Any) -> tuple[Any, Any]:
+    """Batches the kernel: the new batch axis comes before the others."""
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     operands = [
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
         for x, axis in zip(operands, axes, strict=True)
     ]
-    results = primitive.bind(*operands, **params)
-    return results, [0] * len(results) if primitive.multiple_results else 0
+    results = _kernel_p.bind(*operands, **params)
+    return results, [0] * len(results)
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    """Differentiates XLA's formula: for derivatives of the second order."""
+    run = functools.partial(_run_formula, **params)
+    tangents = tuple(map(ad.instantiate_zeros, tangents))
+    return _kernel_p.bind(*primals, **params), jax.jvp(run, tuple(primals), tangents)[1]
 
 
 _kernel_p.def_impl(lambda *operands, how, stage: _compiled(how, stage)(*operands))
-batching.primitive_batchers[_kernel_p] = functools.partial(_batch, _kernel_p)
+ad.primitive_jvps[_kernel_p] = _jvp
+batching.primitive_batchers[_kernel_p] = _batch
 mlir.register_lowering(_kernel_p, functools.partial(_lower, is_for_tpu=False))
 mlir.register_lowering(_kernel_p, functools.partial(_lower, is_for_tpu=True), platform="tpu")
-
-
-# --------------------------------------------------------------------------------------------------
-# Its derivative, linear in the tangents
-# --------------------------------------------------------------------------------------------------
-
-_tangent_p = jex_core.Primitive("splash_attention_tangent")
-_RESIDUALS = 5  # queries, keys, values, what was returned, the softmax's denominators; then ids
-
-
-def _run_tangent(*operands: Array, how: Splash) -> Array:
-    ids, tangents = operands[_RESIDUALS:-3], operands[-3:]
-    run = lambda *operands: how.formula(*operands, *ids)  # noqa: E731
-    return jax.jvp(run, operands[:3], tangents)[1]
-
-
-def _tangent_jvp(primals: Any, tangents: Any, *, how: Splash) -> tuple[Array, Array]:
-    tangents = [ad.instantiate_zeros(tangent) for tangent in tangents]
-    run = functools.partial(_run_tangent, how=how)
-    return jax.jvp(run, tuple(primals), tuple(tangents))
-
-
-def _tangent_transpose(cotangent: Any, *operands: Any, how: Splash) -> list[Any]:
-    kept, ids = operands[:_RESIDUALS], operands[_RESIDUALS:-3]
-    return [None] * (len(operands) - 3) + list(_backward(how, *kept, cotangent, *ids))
-
-
-_tangent_p.def_abstract_eval(lambda *avals, how: avals[0])
-_tangent_p.def_impl(
-    lambda *operands, how: jax.jit(functools.partial(_run_tangent, how=how))(*operands)
-)
-ad.primitive_jvps[_tangent_p] = _tangent_jvp
-ad.primitive_transposes[_tangent_p] = _tangent_transpose
-batching.primitive_batchers[_tangent_p] = functools.partial(_batch, _tangent_p)
-mlir.register_lowering(_tangent_p, mlir.lower_fun(_run_tangent, multiple_results=False))

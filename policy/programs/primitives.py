@@ -215,7 +215,7 @@ _TABLE: dict[str, dict[str, str]] = {
     # Gets its operands in the dtypes that it was traced with.
     "opaque": {
         "attention-bwd": "dot_product_attention_bwd dot_product_attention_bwd_wrapper",
-        "attention-kernel": "splash_attention splash_attention_tangent",
+        "attention-kernel": "splash_attention",
         "host": "debug_callback debug_print io_callback pure_callback trace_value",
         "kernel": """
             call_exported cudnn_fusion custom_partitioning emit_pipeline ffi_call mosaic_gpu_p

@@ -141,7 +141,7 @@ def test_layers_of_both_apis_run_the_kernel_and_agree_with_xlas(interpreter, api
 
 
 @pytest.mark.slow
-def test_the_kernel_has_forward_mode_higher_orders_and_vmap(interpreter):
+def test_the_kernel_has_derivatives_of_higher_order_and_vmap(interpreter):
     operands = qkv(heads=1, key_heads=1, batch=(1,))
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -152,16 +152,26 @@ def test_the_kernel_has_forward_mode_higher_orders_and_vmap(interpreter):
             return jnp.sum(jnp.square(attend(*operands).astype("float32"))).astype("bfloat16")
 
         gradient = jax.grad(loss, (0, 1, 2))
-        directional = jax.jvp(attend, operands, operands)
         hessian_product = jax.jvp(gradient, operands, operands)[1]
         twice = jax.grad(lambda q: jnp.sum(jax.grad(loss)(q, *operands[1:]) * q))(operands[0])
         stacked = jnp.stack([operands[0], -operands[0]], axis=2)
         mapped = jax.vmap(gradient, (2, None, None), 2)(stacked, *operands[1:])
-        return [*directional, *hessian_product, twice, *mapped]
+        return [*hessian_product, twice, *mapped]
 
     results = (with_implementation(i, *operands) for i in ("splash", "xla"))
     for found, wanted in zip(*results, strict=True):
         assert_close(found, wanted, ulps=6)  # XLA's rounds weights and the logits' cotangents too
+
+
+@needs_one_device
+def test_forward_mode_is_xlas_and_rejected_where_the_kernel_runs():
+    operands = qkv(batch=(1,))
+    forward = jax.jit(functools.partial(jax.jvp, nnx.dot_product_attention))
+    plain = functools.partial(nnx.dot_product_attention, implementation="xla")
+    wanted = jax.jit(functools.partial(jax.jvp, plain))(operands, operands)
+    jax.tree.map(np.testing.assert_array_equal, forward(operands, operands), wanted)
+    with pytest.raises(TypeError, match="forward-mode"):
+        forward.trace(operands, operands).lower(lowering_platforms=("tpu",))
 
 
 def is_picked(function, *operands, **options) -> bool:
