@@ -219,6 +219,7 @@ def _attend_jvp(
     result = exact.astype(value.dtype)
     rounded_off = (exact - result.astype(exact.dtype)).astype(value.dtype)
     given = [None if isinstance(t, SymbolicZero) else t for t in tangents]
+    half = jnp.finfo(value.dtype)
     wide = functools.partial(lax.convert_element_type, new_dtype=logits.dtype)
 
     def derivative(kept: Sequence[Array], logits_tangent: Any, value_tangent: Any) -> Array:
@@ -228,7 +229,8 @@ def _attend_jvp(
             moved = wide(exponentials) / jnp.swapaxes(total, -2, -3) * logits_tangent
             along = jnp.swapaxes(jnp.sum(moved, axis=-1, keepdims=True), -2, -3)
             sums = weighted_values(moved.astype(value.dtype), value, precision=precision)
-            through = wide(sums) - along * (wide(result) + wide(rounded_off))
+            rounded = jnp.where(total < 1 + float(half.eps) / 4, _rounded(along, half), along)
+            through = wide(sums) - rounded * wide(result) - along * wide(rounded_off)
         if value_tangent is not None:
             sums = weighted_values(exponentials, value_tangent, precision=precision)
             through = through + wide(sums) / total
@@ -242,6 +244,16 @@ def _attend_jvp(
 
 
 _attend.defjvp(_attend_jvp, symbolic_zeros=True)
+
+
+def _rounded(x: Array, half: Any) -> Array:
+    """Rounds to a dtype of 16 bits, in the transpose too, as a matmul rounds its result.
+
+    Of a row with a weight of almost 1 the result is that key's value. Backward subtracts the mean
+    of the cotangents of a row's weights, which is the result times its cotangent, from each of
+    them, which a matmul rounded: what is left of the large one is exact if both were rounded.
+    """
+    return lax.reduce_precision(x, half.nexp, half.nmant)
 
 
 def _weighted_codes(precision: PrecisionLike, logits: Array, codes: Array, scale: Array) -> Array:

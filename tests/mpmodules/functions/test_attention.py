@@ -159,6 +159,25 @@ def test_the_gradient_by_the_logits_sums_to_zero_over_the_keys(half):
     assert np.abs(by_bias.sum(-1)).max() <= 1e-6 * np.abs(by_bias).max() * 64
 
 
+@pytest.mark.cases(fast=1)
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("gap", [16, 40])
+def test_the_gradient_of_a_sure_softmax_has_no_noise_of_rounded_cotangents(half, gap):
+    _, _, value = qkv(half, heads=1, key_heads=1, length=32)
+    query, cotangent = jnp.zeros((2, 64, 1, 8), half), normal_like(jnp.zeros((2, 64, 1, 8), half))
+    bias = RNG.normal(size=(2, 1, 64, 32)).astype(np.float32) + gap * (np.arange(32) == 3)
+
+    def attend(bias):
+        return attention.dot_product_attention(query, jnp.zeros_like(value), value, bias=bias)
+
+    found = jax.jit(lambda bias: jax.vjp(attend, bias)[1](cotangent)[0])(bias)
+    weights = exact_weights(query, jnp.zeros_like(value), bias)
+    slopes = np.einsum("bqhd,bkhd->bhqk", *(np.asarray(x, np.float64) for x in (cotangent, value)))
+    true = weights * (slopes - (weights * slopes).sum(-1, keepdims=True))
+    # One rounding of the large weight's cotangent is 1e-3 or more; float16 has no weights of e^-40.
+    assert np.abs(found - true).max() <= 0.5 * np.abs(true).max() + 1e-6
+
+
 @pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("api", ["linen", "nnx"])

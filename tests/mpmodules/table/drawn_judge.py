@@ -106,7 +106,12 @@ def values_of(layer: Traced, seed: int) -> list[Any]:
 
 
 def faults(
-    api: str, case: Case, seed: int = 0, policies: Any = tuple(POLICIES), eager: bool = False
+    api: str,
+    case: Case,
+    seed: int = 0,
+    policies: Any = tuple(POLICIES),
+    eager: bool = False,
+    ulps: float = ULPS,
 ) -> list[str]:
     """Returns what is wrong with a case, in words."""
     standard = jax.numpy_dtype_promotion("standard")  # Flax's causal masks of masks need it
@@ -123,7 +128,7 @@ def faults(
         return [f"raises, and Flax does not: {error!r:.400}"]
     values = values_of(theirs, seed)
     found = different(ours, theirs, values)
-    return found + rounded(api, case, lows, exact(api, case, values), values, eager)
+    return found + rounded(api, case, lows, exact(api, case, values), values, eager, ulps)
 
 
 def accepted(api: str, case: Case, error: Exception) -> list[str]:
@@ -195,7 +200,13 @@ def in_half(api: str, case: Case, dtype: Any, values: list[Any]) -> Traced | Non
 
 
 def rounded(
-    api: str, case: Case, lows: dict[str, Traced], truth: Leaves, values: list[Any], eager: bool
+    api: str,
+    case: Case,
+    lows: dict[str, Traced],
+    truth: Leaves,
+    values: list[Any],
+    eager: bool,
+    ulps: float,
 ) -> list[str]:
     """Returns where we are further from float64 than Flax's layer in 16 bits."""
 
@@ -210,7 +221,7 @@ def rounded(
     for policy, got in ours.items():
         unit = units(truth, POLICIES[policy])
         said = wrong_dtypes(case, policy, got, lows[policy])
-        said += far(got, truth, theirs.get(policy), unit)
+        said += far(got, truth, theirs.get(policy), unit, ulps)
         if eager:
             at_once = errors(jax.tree.map(np.asarray, lows[policy].both_ways(values)), got)
             limits = {name: EAGER_ULPS * unit[name] for name in at_once}
@@ -260,11 +271,13 @@ def units(truth: Leaves, dtype: Any) -> dict[str, float]:
     return {name: eps * max(size, largest[group[name]] / 8) for name, size in sizes.items()}
 
 
-def far(got: Leaves, truth: Leaves, half: Leaves | None, unit: dict[str, float]) -> list[str]:
+def far(
+    got: Leaves, truth: Leaves, half: Leaves | None, unit: dict[str, float], ulps: float
+) -> list[str]:
     found, theirs = [], errors(half, truth) if half and set(half) == set(truth) else {}
     for name, error in errors(got, truth).items():
         flaxs = theirs.get(name, np.nan)
-        limit = TIMES * (flaxs if np.isfinite(flaxs) else unit[name]) + ULPS * unit[name]
+        limit = TIMES * (flaxs if np.isfinite(flaxs) else unit[name]) + ulps * unit[name]
         if not error <= limit:
             roundings = f"{error / unit[name]:.1f} roundings"
             found.append(f"{name}: off by {error:.3g}, {roundings}; Flax's by {flaxs:.3g}")
