@@ -46,36 +46,33 @@ def widest_head() -> int:
 
 
 def cudnn_attention(
-    query: Array, key: Array, value: Array, *, bias: Array | None, mask: Any, is_causal: bool
+    kinds: tuple[str, ...], is_causal: bool, query: Array, key: Array, value: Array, *biases: Array
 ) -> Array:
     """Computes softmax(q k^T / sqrt(H) + bias) v in one kernel.
 
     Its residuals are named "attention", for the policies of `jax.checkpoint`.
 
     Args:
-      query: (B..., T, N, H); `key` and `value`: (B..., S, K, H), half precision.
-      bias: added to the logits; broadcastable to (B..., N, T, S).
-      mask: False (or 0) masks a pair out; broadcastable to (B..., N, T, S).
+      kinds: of each of `biases`, "bias" or "mask".
       is_causal: masks out the keys after each query.
+      query: (B..., T, N, H); `key` and `value`: (B..., S, K, H), half precision.
+      biases: (B or 1..., N or 1, T or 1, S or 1); a bias is added to the logits, and a mask, bool,
+        masks a pair out where it is False.
 
     Returns:
       (B..., T, N, H) in the queries' dtype.
     """
-    batch, lengths = query.shape[:-3], (query.shape[-3], key.shape[-3])
-    if mask is not None:
-        mask = _four_axes(jnp.asarray(mask).astype(bool), batch, lengths)
-    if bias is not None:
-        bias = _four_axes(bias, batch, lengths)
-    given = {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
     ahead = None if current_scope().backend is None else _ahead_of_time()
     attend = ahead or functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
 
-    def run(query: Array, key: Array, value: Array, *arrays: Array) -> Array:
-        options = {"bias": None, "mask": None, **dict(zip(given, arrays, strict=True))}
+    def run(query: Array, key: Array, value: Array, *biases: Array) -> Array:
+        options = {"bias": None, "mask": None, **dict(zip(kinds, biases, strict=True))}
         return attend(query, key, value, **options, is_causal=is_causal)
 
     operands = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-    result: Any = _with_named_residuals(run, *operands, *given.values())
+    batch, lengths = query.shape[:-3], (query.shape[-3], key.shape[-3])
+    wide = (_four_axes(x, batch, lengths) for x in biases)
+    result: Any = _with_named_residuals(run, *operands, *wide)
     return result.reshape(query.shape)
 
 
@@ -155,10 +152,11 @@ def _ahead_of_time() -> Callable[..., Array] | None:
     return attend
 
 
-def _four_axes(x: Any, batch: Sequence[int], lengths: tuple[int, int]) -> Array:
-    """Broadcasts a bias or mask to (B, N, T, S); only B and N may stay 1."""
-    x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
+def _four_axes(x: Array, batch: Sequence[int], lengths: tuple[int, int]) -> Array:
+    """Broadcasts a bias or mask (B or 1..., N or 1, T, S) to (B, N, T, S); only B and N may stay
+    1.
+    """
     x = jnp.broadcast_to(x, (*x.shape[:-2], *lengths))
     if all(size == 1 for size in x.shape[:-3]):
         return x.reshape(1, *x.shape[-3:])
-    return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(int(np.prod(batch)), *x.shape[-3:])
+    return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(-1, *x.shape[-3:])

@@ -22,13 +22,14 @@ from jax.typing import DTypeLike
 
 from mpmodules.functions.attention_masks import KnownMask, Segments, known_mask
 from mpmodules.functions.cudnn_attention import cudnn_attention, widest_head
-from mpmodules.functions.sharded_attention import Bias, Shards, shards_of
+from mpmodules.functions.sharded_attention import Shards, shards_of
 from mpmodules.functions.splash_attention import Splash, splash_attention
 from mpmodules.functions.splash_kernel import CAUSAL, LANES
 from policy.core.scope import current_scope, require_attention_axes
 from policy.functions.checkpointing import cached_inline_jit
 
 Array = jax.Array
+Operands = tuple[Array, Array, Array]
 Attention = Callable[[Array, Array, Array], Array]
 
 
@@ -192,14 +193,7 @@ def _splash(kernel: Callable[..., Array], how: Splash, segments: Segments | None
     if not how.insists:
         run = cached_inline_jit(_on_tpu, kernel, how)
     ids = () if segments is None else (segments.query, segments.key)
-    repeats = 1 if how.shards is None else how.shards.repeats
-
-    def attend(query: Array, key: Array, value: Array) -> Array:
-        if repeats > 1:
-            key, value = (jnp.repeat(x, repeats, axis=-2) for x in (key, value))
-        return run(query, key, value, *ids)
-
-    return attend
+    return lambda *operands: run(*_repeated(how.shards, *operands), *ids)
 
 
 def _on_tpu(kernel: Callable[..., Array], how: Splash, *operands: Array) -> Array:
@@ -283,28 +277,25 @@ def _cudnn(
     """Returns cuDNN's attention. A mask that is known while tracing to be causality is given as
     such: the kernel then skips blocks, where it adds other masks to all logits.
     """
-    rank = query.ndim
     pairs = None if mask is None else known_mask(mask, query, key)
     if pairs is not None and pairs.segments is None:
         how = Splash.of(pairs.static, is_causal, False, None, None)
         if how.mask is None and how.window in (CAUSAL, (None, None)):
             mask, is_causal = None, how.window == CAUSAL
+    mask = None if mask is None else jnp.asarray(mask).astype(bool)
     given = {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
-    arrays = [
-        jnp.asarray(x).reshape((1,) * (rank - np.ndim(x)) + np.shape(x)) for x in given.values()
-    ]
+    biases = [x.reshape((1,) * (query.ndim - x.ndim) + x.shape) for x in given.values()]
+    kernel = functools.partial(cudnn_attention, tuple(given), is_causal)
+    if shards is None:
+        return lambda *operands: kernel(*operands, *biases)
+    # JAX's kernel does not say over which axes its results vary.
+    run = functools.partial(shards.map, kernel, results=query.ndim, biases=biases, checks=False)
+    return lambda *operands: run(_repeated(shards, *operands))
 
-    def kernel(query: Array, key: Array, value: Array, *arrays: Array) -> Array:
-        options = {"bias": None, "mask": None, **dict(zip(given, arrays, strict=True))}
-        return cudnn_attention(query, key, value, **options, is_causal=is_causal)
 
-    def attend(query: Array, key: Array, value: Array) -> Array:
-        if shards is None:
-            return kernel(query, key, value, *arrays)
-        if shards.repeats > 1:
-            key, value = (jnp.repeat(x, shards.repeats, axis=-2) for x in (key, value))
-        # JAX's kernel does not say over which axes its results vary.
-        operands: Any = (query, key, value, *map(Bias, arrays))
-        return shards.map(kernel, operands, query.ndim, checks=False)
-
-    return attend
+def _repeated(shards: Shards | None, query: Array, key: Array, value: Array) -> Operands:
+    """Returns queries, keys and values with as many key heads as the shards of heads need."""
+    if shards is None or shards.repeats == 1:
+        return query, key, value
+    key, value = (jnp.repeat(x, shards.repeats, axis=-2) for x in (key, value))
+    return query, key, value

@@ -22,13 +22,6 @@ _BATCH, _HEADS = ("activation_batch", "batch"), ("activation_heads", "heads")
 
 
 @dataclasses.dataclass(frozen=True)
-class Bias:
-    """A bias or a mask of attention, (B or 1..., N or 1, T, S)."""
-
-    array: Array
-
-
-@dataclasses.dataclass(frozen=True)
 class Shards:
     """The axes of a mesh that split attention's operands.
 
@@ -47,19 +40,23 @@ class Shards:
     repeats: int
 
     def map(
-        self, run: Callable[..., Any], operands: Sequence[Array], results: Any, checks: bool = True
+        self,
+        run: Callable[..., Any],
+        operands: Sequence[Array],
+        results: Any,
+        biases: Sequence[Array] = (),
+        checks: bool = True,
     ) -> Any:
-        """Calls `run(*operands)` on each shard.
+        """Calls `run(*operands, *biases)` on each shard.
 
         Args:
           run: a kernel.
-          operands: (B..., T, N, H), (B..., N, T) or (B..., T), as their numbers of axes say; of
-            `Bias` its array.
+          operands: (B..., T, N, H), (B..., N, T) or (B..., T), as their numbers of axes say.
           results: the numbers of axes of the results, a tree.
+          biases: biases and masks, (B or 1..., N or 1, T, S).
           checks: whether JAX checks over which axes results vary.
         """
-        specs = tuple(map(self._spec_of, operands))
-        arrays = [x.array if isinstance(x, Bias) else x for x in operands]
+        specs = *(self._spec(x.ndim) for x in operands), *map(self._bias_spec, biases)
         mapped = jax.shard_map(
             run,
             mesh=self.mesh,
@@ -71,14 +68,11 @@ class Shards:
         mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
         explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
-        return mapped(
-            *(_resharded(x, spec, explicit) for x, spec in zip(arrays, specs, strict=True))
-        )
+        arrays = zip((*operands, *biases), specs, strict=True)
+        return mapped(*(_resharded(x, spec, explicit) for x, spec in arrays))
 
-    def _spec_of(self, x: Array | Bias) -> PartitionSpec:
-        if not isinstance(x, Bias):
-            return self._spec(x.ndim)
-        split = zip((*self.batch, self.heads), x.array.shape, strict=False)
+    def _bias_spec(self, bias: Array) -> PartitionSpec:
+        split = zip((*self.batch, self.heads), bias.shape, strict=False)
         return PartitionSpec(*(axes if axes and size != 1 else None for axes, size in split))
 
     def _spec(self, rank: int) -> PartitionSpec:
