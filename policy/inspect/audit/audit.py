@@ -25,12 +25,10 @@ from policy.programs.tracing.trace import function_name
 
 _CHECKS = (
     sums.low_precision_reductions,
-    sums.sums_by_hand,
     functions.low_precision_functions,
     discrete.constants_out_of_range,
     discrete.rounded_integers,
     discrete.rounded_choices,
-    discrete.coarse_draws,
     eight_bits.unscaled_casts,
     eight_bits.narrow_accumulators,
     carries.narrowed_carries,
@@ -40,8 +38,6 @@ _CHECKS = (
     widening.silent_promotions,
     widening.float32_matmuls,
     widening.default_precisions,
-    widening.round_trips,
-    widening.repeated_casts,
     widening.float32_residuals,
 )
 

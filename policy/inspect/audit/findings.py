@@ -13,7 +13,6 @@ FUNCTION = "low-precision-function"
 CONSTANT = "constant-out-of-range"
 INTEGER = "rounded-integer"
 CHOICE = "rounded-choice"
-DRAW = "coarse-draw"
 UNSCALED = "unscaled-cast"
 ACCUMULATOR = "narrow-accumulator"
 CARRY = "narrowed-carry"
@@ -23,17 +22,14 @@ PROMOTION = "silent-promotion"
 LEAK = "float32-leak"
 MATMUL = "float32-matmul"
 PRECISION = "default-precision"
-ROUND_TRIP = "cast-round-trip"
-REPEATED = "repeated-cast"
 RESIDUAL = "float32-residual"
 
 FINDING_KINDS = {
-    REDUCTION: "A sum, scatter-add, or chain of additions runs in less than float32.",
+    REDUCTION: "A sum or scatter-add runs in less than float32.",
     FUNCTION: "An exponential, logarithm, root or square in half, whose error or range matters.",
     CONSTANT: "A constant overflows or vanishes in the dtype that it is cast to.",
     INTEGER: "Integers in half, larger than all that it holds exactly: positions, counts, indices.",
     CHOICE: "A choice of the largest among numbers that were rounded to half precision before it.",
-    DRAW: "A draw in half, ranked, or compared with a probability that its few values miss.",
     UNSCALED: "A cast to float8 or int8 with neither a scale computed from its operand nor limits.",
     ACCUMULATOR: "A matmul of 8-bit operands returns less than its accumulator, int32 or float32.",
     CARRY: "A running sum in half, over a loop or calls: small terms no longer change it.",
@@ -43,8 +39,6 @@ FINDING_KINDS = {
     LEAK: "A half-precision value is widened, and then enters a matmul in float32.",
     MATMUL: "A matmul runs in float32 in a program that otherwise multiplies in half precision.",
     PRECISION: "A matmul that was asked for in float32 runs at a TPU's or GPU's lower precision.",
-    ROUND_TRIP: "A cast to another dtype and back, or on to a third, with nothing in between.",
-    REPEATED: "The same array is cast to the same dtype more than once.",
     RESIDUAL: "A float32 array is saved for the backward pass where half precision would do.",
 }
 

@@ -61,12 +61,8 @@ def is_promotion(equation: Equation) -> bool:
 
 def author_of(equation: Equation) -> tuple[str, str]:
     """Returns the file and function of the innermost code outside of JAX; ("", "") if unknown."""
-    return next(authors_of(equation), ("", ""))
-
-
-def authors_of(equation: Equation) -> Iterator[tuple[str, str]]:
-    """Returns the files and functions outside of JAX around an equation, innermost first."""
-    return (frame for frame in _frames(equation) if not is_jax_file(frame[0]))
+    authors = (frame for frame in _frames(equation) if not is_jax_file(frame[0]))
+    return next(authors, ("", ""))
 
 
 def is_by_layers(equation: Equation) -> bool:
@@ -80,11 +76,6 @@ def is_by_layers(equation: Equation) -> bool:
 def is_ours(equation: Equation) -> bool:
     """Returns whether this library wrote an equation."""
     return author_of(equation)[0].startswith((OUR_FOLDER, _OUR_LAYERS))
-
-
-def is_written(equation: Equation) -> bool:
-    """Returns whether a cast was written out, not made by a JAX function that sums in float32."""
-    return not _SUMS.intersection(function for file, function in _until_author(equation))
 
 
 def _until_author(equation: Equation) -> Iterator[tuple[str, str]]:

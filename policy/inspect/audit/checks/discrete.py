@@ -1,21 +1,20 @@
-"""Constants, integers, choices and draws that a dtype of few bits changes."""
+"""Constants, integers and choices that a dtype of few bits changes."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from policy.inspect.audit.findings import CHOICE, CONSTANT, DRAW, INTEGER, Finding, finding
+from policy.inspect.audit.findings import CHOICE, CONSTANT, INTEGER, Finding, finding
 from policy.inspect.audit.flow import (
     ARITHMETIC,
     Flow,
     Lost,
-    Passes,
     bits,
     interval_of,
     is_constant,
@@ -174,14 +173,11 @@ def _is_shift_of_divisor(node: Node) -> bool:
 
 
 _KEEPS = ops.MOVES_DATA | ops.SIGN_CHANGES | ops.EXTREMES | ops.ROUNDINGS | {"row", "rows"}
-_MIXES = ops.MOVES_DATA | ops.ADDITIONS | ops.PRODUCTS | ops.MINMAX
-_SHIFTS = _MIXES | ops.SIGN_CHANGES | {"select_n"}
-_SCALES_A_DRAW = _MIXES | ops.CASTS
-_RANKS_A_DRAW = (_SCALES_A_DRAW - ops.ADDITIONS) | ops.SIGN_CHANGES | ops.STEEP
+_SHIFTS = (
+    ops.MOVES_DATA | ops.ADDITIONS | ops.PRODUCTS | ops.MINMAX | ops.SIGN_CHANGES | {"select_n"}
+)
 _SCORES = _SHIFTS | ops.ELEMENTWISE | ops.CASTS | ops.REDUCTIONS
-_MOST_STEPS = 32  # from a comparison back to the bits of a draw
 _MOST_SCORES = 128  # values between a choice and the matmul of its logits
-_WORST = 0.1  # the relative error of a probability
 
 
 # --------------------------------------------------------------------------------------------------
@@ -422,80 +418,3 @@ def _routes(node: Node) -> bool:
 
     chosen = [value for value in node.outputs if not bits(value.dtype)]
     return any(map(is_matmul, readers_past(chosen, passes)))
-
-
-# --------------------------------------------------------------------------------------------------
-# Draws
-# --------------------------------------------------------------------------------------------------
-
-
-def coarse_draws(flow: Flow) -> Iterator[Finding]:
-    """Yields comparisons of uniform numbers in half precision with a probability that they miss,
-    and choices among such numbers.
-    """
-    for node in flow.graph.nodes:
-        is_choice = node.name in ops.CHOOSES and (node.name != "sort" or len(node.outputs) > 1)
-        dtype = _drawn_in(node.inputs[0], _is_ranked) if is_choice else ""
-        if is_narrow(dtype):
-            message = (
-                f"{node.name} of draws in {dtype}, which have {2 ** jnp.finfo(dtype).nmant} "
-                "values: many are equal, and the first of them is taken. Draw in float32."
-            )
-            yield finding(DRAW, node, message)
-        for draw, numbers in _compared(node):
-            dtype = _drawn_in(draw, lambda node: node.name in _SCALES_A_DRAW) if numbers else ""
-            if not is_narrow(dtype):
-                continue
-            steps = 2 ** jnp.finfo(dtype).nmant
-            for wanted in numbers:
-                found = math.ceil(wanted * steps) / steps
-                if 0 < wanted < 1 and abs(found - wanted) > _WORST * min(wanted, 1 - wanted):
-                    message = (
-                        f"A uniform draw in {dtype} has {steps} values: it is below {wanted:.3g} "
-                        f"with a probability of {found:.3g}. Draw in float32."
-                    )
-                    yield finding(DRAW, node, message)
-                    break
-
-
-def _compared(node: Node) -> Iterator[tuple[Value, Sequence[float]]]:
-    """Yields values that a node compares with known numbers, and these.
-
-    A floor of a draw and a probability compares the draw with one less the probability.
-    """
-    if node.name in ops.COMPARISONS:
-        for value, other in (node.inputs, reversed(node.inputs)):
-            yield value, _numbers(other)
-    shifted = node.inputs[0].maker if node.name == "floor" else None
-    if shifted is not None and shifted.name == "add":
-        for value, other in (shifted.inputs, reversed(shifted.inputs)):
-            yield value, [1 - number % 1 for number in _numbers(other)]
-
-
-def _numbers(value: Value) -> Sequence[float]:
-    """Returns the numbers of a stored array, or the one that the program computes without any."""
-    array = made_of(value).array
-    low, high = interval_of(value)
-    return list(map(float, numbers_in(array))) if array is not None else [low] * (low == high)
-
-
-def _is_ranked(node: Node) -> bool:
-    """Returns whether draws that are equal stay so; numbers that are added tell them apart."""
-    is_shift = node.name in ops.ADDITIONS and any(map(is_constant, node.inputs))
-    return is_shift or node.name in _RANKS_A_DRAW
-
-
-def _drawn_in(value: Value, passes: Passes) -> str:
-    """Returns the dtype of random bits as a floating number, behind operations that `passes`
-    accepts; "" of other values.
-    """
-
-    def operands(node: Node) -> list[Value]:
-        return node.inputs if passes(node) else []
-
-    for maker in makers(value, operands, _MOST_STEPS):
-        if maker.name == "bitcast_convert_type" and bits(maker.out.dtype):
-            found = makers(maker.inputs[0], lambda node: node.inputs, _MOST_STEPS)
-            is_drawn = any(one.name in ops.DRAWS for one in found)
-            return maker.out.dtype if is_drawn else ""
-    return ""

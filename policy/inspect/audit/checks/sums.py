@@ -1,31 +1,20 @@
-"""Sums of many terms in less than float32, written as sums or as additions."""
+"""Sums of many terms in less than float32."""
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jax.core import Tracer
 
 from policy.inspect.audit.findings import REDUCTION, Finding, finding, sum_limit
-from policy.inspect.audit.flow import (
-    LARGEST,
-    Flow,
-    are_equal,
-    is_matmul,
-    is_narrow,
-    moved_from,
-    users,
-)
+from policy.inspect.audit.flow import LARGEST, Flow, is_narrow, moved_from
 from policy.programs import primitives as ops
 from policy.programs.jaxprs import combines_by
-from policy.programs.operations import kind_of, size, sums
-from policy.programs.reading.graph import Node, Value, is_joint
+from policy.programs.operations import kind_of, sums
+from policy.programs.reading.graph import Node, Value
 
 # Windows that may overlap in one element: those of a 3 x 3 max-pool with stride 2 are 4.
 _FEW_WINDOWS = 8
@@ -35,9 +24,6 @@ _REMEDY_OF_BROADCASTS = (
     "It is the gradient of a value that the forward pass broadcasts, such as a bias: broadcast it "
     "in float32 and cast the result. Layers of mpmodules do, and Flax's under apply_policy."
 )
-_MOST_ALIKE = 3  # parts of one array: a sum of the four corners of a square is reported
-_MOST = 7  # terms of any kind, such as branches of a network
-_MOST_HOPS = 1  # between devices: a stencil exchanges with its neighbors once
 
 
 def low_precision_reductions(flow: Flow) -> Iterator[Finding]:
@@ -218,118 +204,3 @@ def _reshaped(axes: Axes, before: Sequence[int], after: Sequence[int]) -> Axes:
         if axes.issuperset(joined):
             found.add(new)
     return frozenset(found)
-
-
-# --------------------------------------------------------------------------------------------------
-# Sums that are written as additions
-# --------------------------------------------------------------------------------------------------
-
-
-class _Terms(NamedTuple):
-    """The terms that each element of a value is a sum of.
-
-    Attributes:
-      of: the number of terms that come from each value.
-      hops: the largest number of exchanges between devices on the way of a term.
-    """
-
-    of: Counter[Value]
-    hops: int = 0
-
-
-def sums_by_hand(flow: Flow) -> Iterator[Finding]:
-    """Yields long sums that are written as additions in half precision.
-
-    They have four or more parts of one array as terms, eight or more terms in all, or terms that
-    pass along a ring of devices. A partial sum with a reader other than an addition counts as one
-    term: the partial sums of a residual stream have such readers.
-    """
-    sums = _Sums()
-    for node in flow.forward:
-        if not node.outputs or not is_narrow(node.out.dtype):
-            continue
-        sums.enter(node)
-        if node.name not in ops.ADDITIONS or not sums.ends(node.out):
-            continue
-        if terms := _many(sums.known[node.out]):
-            dtype = node.out.dtype
-            limit = "overflows above 65504" if dtype == "float16" else f"rounds to {dtype}"
-            message = (
-                f"Additions sum {terms} in {dtype}, one after another: each {limit}. Cast the "
-                "terms to float32 before, or stack them and use jnp.sum, which does so; cast the "
-                "sum back after."
-            )
-            yield finding(REDUCTION, node, message)
-
-
-def _many(terms: _Terms) -> str:
-    """Returns the number of terms of a long sum, in words; "" for a short one."""
-    total, alike = terms.of.total(), max(terms.of.values(), default=0)
-    if terms.hops > _MOST_HOPS and total > 2:
-        return f"{total} terms along a ring of devices"
-    if alike > _MOST_ALIKE:
-        return f"{alike} parts of one array"
-    return f"{total} terms" if total > _MOST else ""
-
-
-class _Sums:
-    """The terms of the values of a program."""
-
-    def __init__(self) -> None:
-        self.known: dict[Value, _Terms] = {}
-        self._used: dict[Value, bool] = {}
-
-    def enter(self, node: Node) -> None:
-        """Records the terms of a node's result, if the node adds or moves numbers."""
-        each = [self._of(value) for value in node.inputs]
-        hops = max((terms.hops for terms in each), default=0)
-        # An addition of two values that were padded with zeros joins them.
-        is_join = all(one.maker is not None and one.maker.name == "pad" for one in node.inputs)
-        if node.name in ops.ADDITIONS and not is_join:
-            self.known[node.out] = _Terms(sum((one.of for one in each), Counter()), hops)
-        elif node.name in ops.ADDITIONS | ops.PLACES:  # side by side: the largest numbers
-            of = functools.reduce(operator.or_, (one.of for one in each), Counter[Value]())
-            self.known[node.out] = _Terms(of, hops)
-        elif node.name in ops.MOVES_DATA and each:
-            moved = each[0]._replace(hops=each[0].hops + (node.name == "ppermute"))
-            self.known.update((out, moved) for out in node.outputs)
-
-    def ends(self, value: Value) -> bool:
-        """Returns whether a sum is no partial sum of another one."""
-        return self._is_used(value) or not any(
-            node.name in ops.ADDITIONS for node in _readers(value)
-        )
-
-    def _of(self, value: Value) -> _Terms:
-        terms = self.known.get(value)
-        if value.is_literal or not is_narrow(value.dtype):
-            return _Terms(Counter())
-        if terms is None or (terms.of.total() > 1 and self._is_used(value)):
-            return _Terms(Counter((_whole(value),)))
-        return terms
-
-    def _is_used(self, value: Value) -> bool:
-        """Returns whether a value has a reader other than an addition."""
-        if value not in self._used:
-            readers = (node for node in _readers(value) if not is_joint(node))
-            self._used[value] = any(node.name not in ops.ADDITIONS for node in readers)
-        return self._used[value]
-
-
-def _readers(value: Value) -> Iterator[Node]:
-    """Yields the nodes that compute with a value, looking through data movement."""
-    return users(value, lambda node: node.name in ops.MOVES_DATA or node.name in ops.PLACES)
-
-
-def _whole(value: Value) -> Value:
-    """Returns the array that a value is part of, or a function of a part; otherwise the value."""
-    part, is_part = value, False
-    while part.maker is not None and not is_joint(part.maker) and not is_matmul(part.maker):
-        first, *others = [one for one in part.maker.inputs if not one.is_literal] or [part]
-        is_moved = part.maker.name in ops.MOVES_DATA
-        is_function = first.shape == part.shape and all(are_equal(first, one) for one in others)
-        if first is part or not (is_moved or is_function):
-            break
-        is_part = is_part or (is_moved and size(first.shape) > size(part.shape))
-        part = first
-    return part if is_part else value

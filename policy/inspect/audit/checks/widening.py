@@ -1,19 +1,16 @@
-"""Half precision that becomes float32, and what follows: promotions, leaks, float32 matmuls, casts
-there and back, repeated casts, and residuals.
-"""
+"""Half precision that becomes float32, and what follows: promotions, leaks, matmuls, residuals."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from policy.core.scope import computes_in_half
 from policy.inspect.audit import findings as kinds
 from policy.inspect.audit.findings import Finding, finding, shape_of
 from policy.inspect.audit.flow import (
     Flow,
-    bits,
     is_cast,
     is_complex,
     is_cotangent,
@@ -22,14 +19,11 @@ from policy.inspect.audit.flow import (
     is_wide,
     made_of,
     makers,
-    narrows,
     operands,
-    reached,
     users,
     views,
 )
 from policy.programs import primitives as ops
-from policy.programs.dtypes import HALVES
 from policy.programs.operations import (
     array_bytes,
     float32_precision_of,
@@ -209,105 +203,6 @@ def _was_computed(origin: Node) -> bool:
     """
     maker = made_of(origin.inputs[0]).maker
     return maker is not None and not is_joint(maker)
-
-
-# --------------------------------------------------------------------------------------------------
-# Casts there and back, and repeated ones
-# --------------------------------------------------------------------------------------------------
-
-
-def round_trips(flow: Flow) -> Iterator[Finding]:
-    """Yields casts that are read by casts only, back or to the other half dtype.
-
-    All of them are in one module and one function: a value that one module narrows and the next one
-    widens is stored in half precision in between, as intended.
-    """
-    found: list[tuple[Node, list[Node], str]] = []
-    for node in filter(is_cast, flow.forward):
-        is_kept = node.site.is_placed or any(each.is_output for each in reached([node.out]))
-        on = [] if is_kept else list(users(node.out))
-        if on and all(map(is_cast, on)) and (message := _back(node, on) or _twice(node, on)):
-            found.append((node, on, message))
-    nodes = flow.graph.nodes if found else ()
-    # The files and names of functions that contain more than casts.
-    working = {walk.author_of(node.site.equation) for node in nodes if not is_cast(node)}
-    for node, on, message in found:
-        home = node.site.path, _function_of(node, working)
-        places = {(cast.site.path, _function_of(cast, working)) for cast in on}
-        if places == {home} and not any(cast.site.is_placed for cast in on):
-            dtypes = (node.inputs[0].dtype, node.out.dtype, on[0].out.dtype)
-            yield finding(kinds.ROUND_TRIP, node, message, dtypes)
-
-
-def _function_of(cast: Node, working: Collection[tuple[str, str]]) -> tuple[str, str]:
-    """Returns the user's function that a cast is written in, skipping helpers that only cast."""
-    authors = list(walk.authors_of(cast.site.equation))
-    return next((author for author in authors if author in working), next(iter(authors), ("", "")))
-
-
-def _back(node: Node, back: list[Node]) -> str:
-    """Returns the message about a cast that the next ones undo; "" if they do not.
-
-    JAX's own sums cast to float32 and back: two in a row are not written as casts.
-    """
-    first, middle = node.inputs[0].dtype, node.out.dtype
-    if first == middle or any(cast.out.dtype != first for cast in back):
-        return ""
-    if walk.is_ours(node.site.equation) or not any(
-        walk.is_written(n.site.equation) for n in (node, *back)
-    ):
-        return ""
-    loses = bits(middle) <= bits(first)
-    cost = f"all but {middle}'s digits are lost" if loses else "that changes nothing"
-    return (
-        f"{shape_of(node.inputs[0])} is cast to {middle} and straight back: {cost}. Leave both "
-        "casts out."
-    )
-
-
-def _twice(node: Node, on: list[Node]) -> str:
-    """Returns the message about a cast between the two half dtypes; "" for others."""
-    middle, last = node.out.dtype, on[0].out.dtype
-    if not narrows(node) or any({middle, cast.out.dtype} != HALVES for cast in on):
-        return ""
-    return (
-        f"{shape_of(node.inputs[0])} is cast to {middle} and from there to {last}: it is rounded "
-        f"twice, and loses values that either dtype can't hold. Cast it to {last} directly."
-    )
-
-
-def repeated_casts(flow: Flow) -> Iterator[Finding]:
-    """Yields arguments and constants that user code narrows to the same dtype more than once.
-
-    Layers narrow a weight at each use on purpose, as autocast does: XLA merges the casts, and the
-    gradients of the uses are summed in float32.
-    """
-    casts: dict[tuple[Value, str], list[Node]] = defaultdict(list)
-    for node in filter(narrows, flow.operations):
-        if node.site.is_backward or node.site.is_placed or walk.is_by_layers(node.site.equation):
-            continue
-        array = made_of(node.inputs[0], lambda one: one.name in ops.REARRANGES | ops.ANNOTATES)
-        # An argument, a constant or a row that is scanned over.
-        if array.shape and (array.maker is None or array.maker.name == "row"):
-            casts[array, node.out.dtype].append(node)
-    for first, *others in casts.values():
-        again = next((node for node in others if _may_both_run(first, node)), None)
-        if again is not None:
-            message = (
-                f"{shape_of(again.inputs[0])} is cast to {again.out.dtype} {len(others) + 1} "
-                "times. Cast it once, if its gradient may be summed in half precision, or leave "
-                "the casts to the layers."
-            )
-            yield finding(kinds.REPEATED, again, message)
-
-
-def _may_both_run(one: Node, other: Node) -> bool:
-    """Returns whether two nodes may run in one call.
-
-    Nodes in different branches of one conditional do not.
-    """
-    chosen = dict(one.branch)
-    return all(chosen.get(conditional, branch) == branch for conditional, branch in other.branch)
 
 
 # --------------------------------------------------------------------------------------------------

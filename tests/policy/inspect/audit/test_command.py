@@ -218,7 +218,7 @@ REJECTED = {
     "examples.py:f --arg f32[²]": r"--arg 'f32\[²\]' can't be read: give a shape",
     "examples.py:f --arg f64[4,4]": "float32 instead of float64 here. Set JAX_ENABLE_X64=1",
     "examples.py:good_example --json /nowhere/x.json": r"there is no folder /nowhere\.",
-    "examples.py:good_example --ignore repeated-casts": r"Did you mean 'repeated-cast'\?",
+    "examples.py:good_example --ignore mixed-matmuls": r"Did you mean 'mixed-matmul'\?",
     "examples.py": "should be module:function or file.py:function, as in train:loss_fn",
     "examples.py:nett": r"has no 'nett'\. Did you mean 'net'\?",
     "trian.py:f": "there is no file 'trian.py' here",

@@ -1,4 +1,4 @@
-"""Constants, integers, choices and draws that half precision does not hold, and code that writes
+"""Constants, integers and choices that half precision does not hold, and code that writes
 its matmuls in 8 bits by hand.
 """
 
@@ -259,51 +259,15 @@ clean(x=shape(4, 8), w=shape(8, 6, dtype=F32), b=shape(6, dtype=F32), backward=F
         jnp.argmax(x @ w.astype(x.dtype) + b.astype(x.dtype), -1)
 clean(x=shape(8, dtype=I32), backward=False)
     the largest of integers: jnp.argmax(x)
-coarse-draw lt
-    a rare event drawn in bfloat16: jnp.where(uniform(x) < 0.001, 0, x)
-    bernoulli of a half probability:
-        jnp.where(jax.random.bernoulli(KEY, jnp.asarray(0.002, x.dtype), x.shape), x, 0)
-    bernoulli of an array of half probabilities:
-        x * jax.random.bernoulli(KEY, jnp.full(x.shape, 0.001, x.dtype))
-    bernoulli of stored half probabilities:
-        x * jax.random.bernoulli(KEY, jnp.asarray(np.linspace(0.001, 0.002, 4), BF16), x.shape)
-    a path that is dropped: x * (uniform(x[:, :1]) < 0.01)
-    a random action: jnp.where(uniform(x[0, 0]) < 0.002, x, -x)
-    a small probability that is computed: jnp.where(uniform(x) < jnp.asarray(0.1) * 0.01, 0, x)
-    a rare event among a hundred: jnp.where(uniform(x, 0, 100) < 0.1, 0, x)
-coarse-draw lt(x=F16)
-    an almost sure event drawn in float16: jnp.where(uniform(x) < 0.9995, x, 0)
-coarse-draw ge(x=F16)
-    an almost sure event from below: jnp.where(uniform(x) >= 0.0001, x, 0)
-coarse-draw gt
-    a rare event on the right: x * (jnp.full_like(x, 0.003) > uniform(x))
-coarse-draw floor
-    a rare event by a floor: x * jnp.floor(uniform(x) + 0.002)
-    an almost sure event by a floor: x * jnp.floor(0.997 + uniform(x[:, :1]))
-coarse-draw argmin
-    the first of racing draws: jnp.argmin(jax.random.exponential(KEY, x.shape, x.dtype) / x, -1)
-coarse-draw top_k
-    a random subset: lax.top_k(uniform(x[0]), 2)[1]
-    a weighted random subset: lax.top_k(uniform(x[0]) ** (1 / x[0]), 2)[1]
-coarse-draw sort
-    an order by draws: jnp.argsort(uniform(x))
 low-precision-function log
     gumbel noise by hand: jnp.argmax(x - jnp.log(-jnp.log(uniform(x))), -1)
     a category of half logits: jax.random.categorical(KEY, x)
 clean
-    a rare event drawn in float32: jnp.where(jax.random.uniform(KEY, x.shape) < 0.001, 0, x)
-    dropout by hand in half: jnp.where(uniform(x) < 0.9, x, 0)
-    a coin: jnp.where(jax.random.bernoulli(KEY, shape=x.shape), x, 0)
     bernoulli of a float32 probability: x * jax.random.bernoulli(KEY, 0.001, x.shape)
-    a comparison of activations: jnp.where(x < 0.001, 0, x)
     noise in half: x + 0.1 * jax.random.normal(KEY, x.shape, x.dtype)
     a permutation of rows: jax.random.permutation(KEY, x)
-    a path that is dropped by a floor: x * jnp.floor(0.875 + uniform(x[:, :1]))
 clean(backward=False)
     the largest of half numbers with noise: jnp.argmax(x + jax.random.normal(KEY, x.shape, x.dtype))
-    a random subset by draws in float32: lax.top_k(jax.random.uniform(KEY, (4,)), 2)[1]
-clean(x=F32)
-    a floor of a float32 draw: x * jnp.floor(0.999 + uniform(x))
 """
 )
 

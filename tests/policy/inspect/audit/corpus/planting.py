@@ -62,7 +62,7 @@ _OPTIONS = ("backward", "never", "states")
 def plant(table: str) -> None:
     """Adds the programs of a table.
 
-    A line that is not indented is a header, ``repeated-cast convert_element_type(x=X, w=W)`` for
+    A line that is not indented is a header, ``mixed-matmul dot_general(x=X, w=W)`` for
     faults or ``clean(x=X)``: shapes by argument, or dtypes of arrays of (4, 4), one in bfloat16 if
     there is none; and the options of `Program`. Below are names of programs, and expressions of the
     arguments or statements that end with one, with the names of this module and of the caller's. A

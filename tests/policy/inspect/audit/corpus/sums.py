@@ -1,5 +1,5 @@
-"""Sums in half precision, written as sums or as additions, and half precision that becomes float32:
-promotions, leaks, matmuls, casts and residuals.
+"""Sums in half precision, and half precision that becomes float32: promotions, leaks, matmuls and
+residuals.
 """
 
 from typing import Any
@@ -34,27 +34,6 @@ def on_four_devices(local: Any) -> Any:
     mesh = AbstractMesh((4,), ("i",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("i")
     return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-
-
-def _all_reduce(x: Any) -> Any:
-    total = passed = x
-    for _ in range(3):
-        passed = lax.ppermute(passed, "i", ONWARD)
-        total = total + passed
-    return total
-
-
-def _reduce_scatter(x: Any, function: Any = lambda x: x) -> Any:
-    total = function(x[:1])
-    for row in range(1, 4):
-        total = lax.ppermute(total, "i", ONWARD) + function(x[row : row + 1])
-    return total
-
-
-def _by_doubling(x: Any) -> Any:
-    for distance in (1, 2):
-        x = x + lax.ppermute(x, "i", [(i, i ^ distance) for i in range(4)])
-    return x
 
 
 def _in_a_loop(x: Any) -> Any:
@@ -128,29 +107,6 @@ low-precision-reduction reduce_sum(backward=True)
     the gradient of a bias: jnp.tanh(x[:1] + jnp.zeros((8, 4), BF16)) * 0.5
 low-precision-reduction select_and_scatter_add(x=shape(8, 8), backward=True)
     the gradient of a max pool that overlaps: nn.max_pool(x[None, :, :, None], (4, 4), (1, 1))
-low-precision-reduction add
-    a scan of pairs that adds: lax.associative_scan(jnp.add, x)
-    a linear recurrence by a scan of pairs:
-        lax.associative_scan(lambda left, right: (left[0] * right[0], left[1] * right[0] +
-        right[1]), (x, x + 1))[1]
-    a chain of additions: functools.reduce(jnp.add, [x[i] for i in range(4)])
-    squares of rows that are added up: sum((x[i] * x[i] for i in range(4)))
-    eight terms that are added up: sum((jnp.tanh(x * i) for i in range(1, 9)))
-    losses that are added up: sum((jnp.tanh(x * i).mean() for i in range(1, 10)))
-    a dot product by hand: sum((x.ravel()[i] * x.ravel()[-i] for i in range(8)))
-    a tree of additions:
-        while len(x) > 1:
-            x = x[: len(x) // 2] + x[len(x) // 2 :]
-        x[0]
-    prefix sums by doubling:
-        for distance in (1, 2):
-            x = x + jnp.pad(x[:-distance], ((distance, 0), (0, 0)))
-        x
-low-precision-reduction add(x=F16)
-    a sum of Python's: sum(x) / 4
-    corners that are added up: (x[::2, ::2] + x[1::2, ::2] + x[::2, 1::2] + x[1::2, 1::2]) / 4
-low-precision-reduction sub
-    an alternating chain: x[0] + x[1] - x[2] - x[3]
 clean(w=W, x=X)
     a sum in float32: product(w, x).astype(F32).sum(-1)
     a cumulative sum in float32: lax.cumsum(product(w, x).astype(F32), 1).astype(x.dtype)
@@ -172,13 +128,6 @@ clean(w=W, x=X)
     a convolution with three taps:
         h = jnp.pad(product(w, x), ((1, 1), (0, 0)))
         h[:-2] + h[1:-1] + h[2:]
-low-precision-reduction add(a=X, b=X, c=X, d=X, e=X, f=X, g=X, h=X, i=X)
-    a sum of nine arrays: a + b + c + d + e + f + g + h + i
-low-precision-reduction add(**ROWS)
-    an all-reduce: on_four_devices(_all_reduce)(x)
-    a reduce-scatter: on_four_devices(_reduce_scatter)(x)
-    a reduce-scatter of what is computed: on_four_devices(lambda x: _reduce_scatter(x, jnp.tanh))(x)
-    an all-reduce by doubling: on_four_devices(_by_doubling)(x)
 narrowed-carry scan(**ROWS)
     an all-reduce in a loop: on_four_devices(_in_a_loop)(x)
     a sum that a loop passes on: on_four_devices(_passed_on_in_a_loop)(x)
@@ -273,16 +222,6 @@ clean(x=X, w=X, backward=False)
 clean(a=X, b=X, weight=shape(8, 4, dtype=F32), u=shape(1, 8, dtype=F32))
     outer products, and stored matrices times one vector:
         (a @ b, jnp.einsum("t,f->tf", jnp.arange(8.0), jnp.ones(4)), u @ weight)
-cast-round-trip convert_element_type(x=F32)
-    a cast there and back that loses digits: jnp.tanh(x.astype(BF16).astype(F32))
-    a cast to bfloat16 through float16: jnp.tanh(x.astype(F16).astype(BF16))
-    a cast to float16 through bfloat16: jnp.tanh(x.astype(BF16).reshape(2, 8).astype(F16))
-    logits that were rounded before their loss: -jnp.log(x.astype(BF16).astype(F32)).mean()
-cast-round-trip convert_element_type
-    a cast there and back for nothing: jnp.tanh(x.astype(F32).reshape(2, 8).astype(BF16))
-repeated-cast convert_element_type(x=BF16, w=F32)
-    a weight that is cast twice: jnp.tanh(x @ w.astype(BF16)) @ w.astype(BF16)
-    a weight that is cast for each layer: (x @ w.astype(BF16) + x) @ w.T.astype(BF16)
 clean(x=BF16, w=F32)
     a weight that is cast once: x @ w.astype(BF16)
     a result that is returned wide: (x @ w.astype(BF16)).astype(F32)
