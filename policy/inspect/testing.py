@@ -182,7 +182,7 @@ def assert_matmuls_obey(
     _require_any(matmuls, "matmul of a parameter", allow)
     told = []
     for one in matmuls:
-        expected = _multiplied(_policy_at(obeyed, ruled, one.node.site.path), one)
+        expected = _multiplied(_policy_at(obeyed, ruled, one.node.path), one)
         if not expected.issuperset(operands_of(one.node.site.equation)):
             told.append(f"{_line_of(one.node)}\n    should be {_listed(expected)}")
     if told:
@@ -222,7 +222,7 @@ def assert_no_silent_promotion(
     nodes = _allowed(graph, allow)
     values = (value for node in nodes for value in (*node.inputs, *node.outputs))
     _require_any([v for v in values if v.dtype in HALVES], "half-precision value", allow)
-    paths = {spelled(node.site.path) for node in nodes}
+    paths = {spelled(node.path) for node in nodes}
     found = [one for one in findings_of(graph) if one.kind in (PROMOTION, MIXED)]
     if told := [_line(one) for one in found if one.path in paths]:
         raise AssertionError(
@@ -358,7 +358,7 @@ def _allowed(graph: Graph, allow: Collection[str]) -> list[Node]:
         )
     nodes = [node for node in graph.nodes if not is_joint(node)]
     patterns = PolicyRules(dict.fromkeys(allow, "float32")).rules  # rejects malformed patterns
-    paths = dict.fromkeys(node.site.path for node in nodes)
+    paths = dict.fromkeys(node.path for node in nodes)
     left_out = set[Path]()
     for pattern, _ in patterns:
         found = [
@@ -370,7 +370,7 @@ def _allowed(graph: Graph, allow: Collection[str]) -> list[Node]:
             known = ", ".join(sorted(spelled(path) for path in paths if path)) or "none"
             raise ValueError(f"allow: '{pattern}' matches no path. Paths: {known}.")
         left_out.update(found)
-    return [node for node in nodes if node.site.path not in left_out]
+    return [node for node in nodes if node.path not in left_out]
 
 
 def _policy_at(policy: Policy, rules: PolicyRules, path: Path) -> Policy:

@@ -116,7 +116,7 @@ def audit(
     in_force = "of modules" if has_policies else ""  # known by their casts if traced before
     if asked.policy is not None:
         in_force = short_text(asked.policy)
-    with naming(node.site.path for node in graph.nodes):
+    with naming(node.path for node in graph.nodes):
         findings = findings_of(graph, lost, states_of(traced), asked)
         attention = _attention_of(traced.jaxpr)
         return Audit(operations_of(graph), findings, function_name(fn), in_force, attention)

@@ -22,7 +22,6 @@ import numpy as np
 from policy.core.precedence import Asked
 from policy.programs import primitives as ops
 from policy.programs.dtypes import is_eight_bits as is_eight_bits
-from policy.programs.operations import kind_of
 from policy.programs.reading.graph import Graph, Node, Value, is_joint, readers_past
 from policy.programs.reading.matmul_operands import is_cotangent as is_cotangent
 from policy.programs.reading.walk import is_users_file
@@ -86,7 +85,7 @@ def narrows(node: Node) -> bool:
 
 def is_matmul(node: Node) -> bool:
     """Returns whether a node is a matmul or a convolution."""
-    return kind_of(node.name) in ("dot", "convolution") and not is_joint(node)
+    return node.kind in ("dot", "convolution")
 
 
 def is_layout(node: Node) -> bool:
@@ -385,8 +384,8 @@ def _leaks(value: Value, reader: Node, leaking: set[Value]) -> bool:
     if not any(map(_is_wider, reader.outputs)):  # a comparison, an index or an effect
         return False
     maker = made_of(value).maker
-    home = () if maker is None else maker.site.path
-    return reader.site.path[: len(home)] != home or is_one_there
+    home = () if maker is None else maker.path
+    return reader.path[: len(home)] != home or is_one_there
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import numpy as np
 
 from policy.programs.dtypes import dtype_name, is_floating_dtype
 from policy.programs.jaxprs import Subprogram, opened, subprograms
+from policy.programs.operations import kind_of
 from policy.programs.reading.walk import Site, entered, site_of
 
 # The conditionals around a node, and which branch of each.
@@ -61,15 +62,18 @@ class Node:
 
     Attributes:
       site: the equation and its position; of a joint, the loop or conditional.
+      path: the module path, as in rules.
       name: the primitive's, or the joint's.
+      kind: of the primitive, one of `OPERATION_KINDS`; "other" of a joint.
       inputs, outputs: the values that it reads and makes.
       branch: the branches of conditionals that it stands in.
     """
 
-    __slots__ = ("branch", "inputs", "is_live", "name", "outputs", "site")
+    __slots__ = ("branch", "inputs", "is_live", "kind", "name", "outputs", "path", "site")
 
     def __init__(self, site: Site, name: str, inputs: Sequence[Value], branch: BranchesTaken):
         self.site, self.name, self.inputs, self.branch = site, name, list(inputs), branch
+        self.path, self.kind = site.path, kind_of(name)
         self.outputs: list[Value] = []
         self.is_live = False
         for value in inputs:

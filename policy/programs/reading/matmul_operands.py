@@ -12,7 +12,6 @@ from policy.programs import primitives
 from policy.programs.dtypes import is_eight_bits, is_inexact_name
 from policy.programs.jaxprs import equations_within, opened
 from policy.programs.module_paths import module_path
-from policy.programs.operations import kind_of
 from policy.programs.paths import Path
 from policy.programs.reading.graph import Graph, Node, Value, is_joint, readers_past
 from policy.programs.reading.walk import OUR_FOLDER, Site, author_of
@@ -68,7 +67,7 @@ def weight_matmuls(graph: Graph, params: Collection[int]) -> Iterator[WeightMatm
     """
     made_of = dependences(graph, params)
     for node in graph.nodes:
-        if kind_of(node.name) != "dot" or len(node.inputs) < 2 or is_joint(node):
+        if node.kind != "dot" or len(node.inputs) < 2:
             continue
         weights = [i for i in (0, 1) if made_of[id(node.inputs[i])] == PARAMETER]
         if len(weights) == 1:

@@ -30,7 +30,6 @@ from policy.inspect.audit.flow import (
 from policy.programs import primitives as ops
 from policy.programs.dtypes import is_inexact_name
 from policy.programs.jaxprs import combines_by
-from policy.programs.operations import kind_of
 from policy.programs.reading.graph import Node, Value, is_joint
 from policy.programs.reading.walk import written_at
 
@@ -89,7 +88,7 @@ def _source(node: Node, carries: list[Node], gates: set[Value]) -> tuple[Node, S
     """
 
     def terms(node: Node) -> list[Value]:
-        mixes = node.name in _MIXES or is_selection(node) or kind_of(node.name) == "scatter-add"
+        mixes = node.name in _MIXES or is_selection(node) or node.kind == "scatter-add"
         return node.inputs if mixes or is_view(node) else []
 
     after, is_forward = node.inputs[1], not node.site.is_backward
@@ -145,7 +144,7 @@ def narrowed_states(flow: Flow) -> Iterator[Finding]:
     found: dict[tuple[str, ...], list[tuple[State, Node]]] = defaultdict(list)
     for state, node in filter(None, sums.values()):
         dtype = arguments[state.argument].dtype
-        key = (*node.site.path, written_at(node.site.equation), node.name, dtype)
+        key = (*node.path, written_at(node.site.equation), node.name, dtype)
         found[key].append((state, node))
     for (first, node), *others in found.values():
         more = f" and {len(others)} more" if others else ""
@@ -291,7 +290,7 @@ def _made(
         return None
     # `x.at[i].apply` may add to elements in place.
     applies = node.name == "scatter" and combines_by(node.site.equation, ops.ADDITIONS)
-    if is_addition or applies or kind_of(node.name) == "scatter-add":
+    if is_addition or applies or node.kind == "scatter-add":
         return share._replace(
             factor=-share.factor if node.name == "sub" and is_right else share.factor,
             is_gated=share.is_gated or any(one in gated for one in others),
@@ -386,7 +385,7 @@ def _is_compensated(carry: Value, share: Share) -> bool:
 
 
 def _is_statistic(node: Node) -> bool:
-    return not is_joint(node) and (kind_of(node.name) == "reduction" or node.name in ops.EXTREMES)
+    return node.kind == "reduction" or node.name in ops.EXTREMES
 
 
 def _goes_on(value: Value) -> bool:

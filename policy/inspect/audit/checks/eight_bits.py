@@ -23,7 +23,7 @@ from policy.inspect.audit.flow import (
     views,
 )
 from policy.programs import primitives as ops
-from policy.programs.operations import kind_of, size
+from policy.programs.operations import size
 from policy.programs.reading.graph import Node, Value, is_joint
 
 _KEEPS_CODES = ops.MOVES_DATA | ops.CASTS | {"mul"}
@@ -188,8 +188,8 @@ def _reductions(value: Value) -> Iterator[Node]:
     """Yields the reductions that a value depends on, the nearest ones."""
 
     def reduces(node: Node) -> bool:
-        is_sum = kind_of(node.name) == "reduction" and not is_joint(node)
-        return bool(node.inputs) and (is_sum or node.name in ops.EXTREMES | ops.ORDERS)
+        is_reduction = node.kind == "reduction" or node.name in ops.EXTREMES | ops.ORDERS
+        return bool(node.inputs) and is_reduction
 
     def others(node: Node) -> list[Value]:
         return [] if node.name == "carry" or is_matmul(node) or reduces(node) else node.inputs

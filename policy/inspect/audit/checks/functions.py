@@ -17,7 +17,7 @@ from policy.inspect.audit.flow import (
     reached,
 )
 from policy.programs import primitives as ops
-from policy.programs.operations import kind_of, sums
+from policy.programs.operations import sums
 from policy.programs.reading.graph import Node, Value, is_joint, readers_past
 
 _STEEPNESS = (
@@ -139,12 +139,12 @@ def _is_dot_of_squares(node: Node) -> bool:
 
 
 def _is_reduction(node: Node) -> bool:
-    return kind_of(node.name) == "reduction"
+    return node.kind == "reduction"
 
 
 def _is_statistic(value: Value, of: Callable[[Node], bool] = _is_reduction) -> bool:
     """Returns whether a value is a sum by a node that `of` accepts; cast, shifted or scaled."""
-    return any(not is_joint(maker) and of(maker) for maker in makers(value, _rescaled))
+    return any(of(maker) for maker in makers(value, _rescaled))
 
 
 def _is_root_of_statistic(value: Value, of: Callable[[Node], bool] = _is_reduction) -> bool:

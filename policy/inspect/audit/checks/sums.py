@@ -13,7 +13,7 @@ from policy.inspect.audit.findings import REDUCTION, Finding, finding, sum_limit
 from policy.inspect.audit.flow import LARGEST, Flow, is_narrow, moved_from
 from policy.programs import primitives as ops
 from policy.programs.jaxprs import combines_by
-from policy.programs.operations import kind_of, sums
+from policy.programs.operations import sums
 from policy.programs.reading.graph import Node, Value
 
 # Windows that may overlap in one element: those of a 3 x 3 max-pool with stride 2 are 4.
@@ -35,7 +35,7 @@ def low_precision_reductions(flow: Flow) -> Iterator[Finding]:
         if is_narrow(dtype) and (terms := terms_of(node)):
             is_of_broadcast = node.site.is_backward and node.name == "reduce_sum"
             message = (
-                f"{node.name} {_VERBS.get(kind_of(node.name), 'sums')} {terms} in {dtype}, which "
+                f"{node.name} {_VERBS.get(node.kind, 'sums')} {terms} in {dtype}, which "
                 f"{sum_limit(dtype)}. {_REMEDY_OF_BROADCASTS if is_of_broadcast else _REMEDY}"
             )
             yield finding(REDUCTION, node, message)
@@ -43,7 +43,7 @@ def low_precision_reductions(flow: Flow) -> Iterator[Finding]:
 
 def terms_of(node: Node) -> str:
     """Returns the terms of each element of a sum, in words; "" for a single term."""
-    kind, shape, params = kind_of(node.name), node.inputs[0].shape, node.params
+    kind, shape, params = node.kind, node.inputs[0].shape, node.params
     sizes: list[Any] = []
     if kind == "scatter-add":
         return _collisions(node)

@@ -28,7 +28,6 @@ from policy.programs.operations import (
     array_bytes,
     float32_precision_of,
     flops_of,
-    kind_of,
     size,
     sums,
 )
@@ -49,7 +48,7 @@ def silent_promotions(flow: Flow) -> Iterator[Finding]:
         is_cast = node.name == "convert_element_type" and is_narrow(node.inputs[0].dtype)
         if not is_cast or node.site.is_placed or node.out not in flow.leaking:
             continue
-        if is_wide(node.out.dtype) and flow.asked.is_wide(node.site.path):
+        if is_wide(node.out.dtype) and flow.asked.is_wide(node.path):
             continue
         half, (reader, other) = node.inputs[0], next(_meetings(node.out), (None, None))
         if reader is None or other is None or not walk.is_promotion(node.site.equation):
@@ -98,7 +97,7 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
     total = sum(_flops(node) for node in flow.matmuls)
     for node in flow.matmuls:
         wide = [value for value in operands(node)[:2] if is_wide(value.dtype)]
-        if not wide or node.site.in_island or flow.asked.is_wide(node.site.path):
+        if not wide or node.site.in_island or flow.asked.is_wide(node.path):
             continue
         sources = [origin for value in wide if (origin := flow.widenings.get(value)) is not None]
         is_computed = any(map(_was_computed, sources))
@@ -107,7 +106,7 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
         is_of_half = flow.multiplies_in_half or len(wide) < 2 or is_computed
         if is_of_half or any(map(_is_normalized, wide)):
             yield from (_leak(node, one) for one in sources if _has_leaked(node, one))
-        remedy = flow.asked.remedy(node.site.path)
+        remedy = flow.asked.remedy(node.path)
         is_missed = remedy and computes_in_half(flow.asked.policy)
         if (flow.multiplies_in_half or is_missed) and len(wide) == 2:
             share = _flops(node) / total if total else 0.0
@@ -122,7 +121,7 @@ def default_precisions(flow: Flow) -> Iterator[Finding]:
     A precision in the policy that was asked for is exempt.
     """
     for node in flow.matmuls:
-        path = node.site.path
+        path = node.path
         if "default" not in float32_precision_of(node.site.equation).split(", "):
             continue
         is_island = node.site.in_island and flow.asked.is_half(path)
@@ -158,7 +157,7 @@ def _leak(node: Node, origin: Node) -> Finding:
 
 def _at(node: Node) -> str:
     """Returns the position of a node for a message: its module's path and its line."""
-    place, line = spelled(node.site.path), node.site.source
+    place, line = spelled(node.path), node.site.source
     return f"{place} ({line})" if place and line else place or line or "the top level"
 
 
@@ -191,7 +190,7 @@ def _has_leaked(node: Node, origin: Node) -> bool:
     """Returns whether a widened value left its module, or was computed with, before its matmul."""
     if is_cotangent(origin) or is_matmul(origin):
         return False
-    if origin.site.path != node.site.path:
+    if origin.path != node.path:
         return not origin.site.is_placed
     return not any(origin.out in views(operand) for operand in operands(node))
 
@@ -237,7 +236,7 @@ def float32_residuals(flow: Flow) -> Iterator[Finding]:
         for value in node.outputs:
             is_saved = is_wide(value.dtype) and any(map(is_cotangent, value.readers))
             if is_saved and value.shape and flow.widenings.get(value) is not None:
-                kept[node.site.path].append((node, value))
+                kept[node.path].append((node, value))
     for saved in kept.values():
         places = [(node.site, array_bytes(value.aval)) for node, value in saved]
         total = sum(each * site.count * site.devices for site, each in places)
@@ -262,7 +261,7 @@ def _meant_nodes(flow: Flow) -> set[Node | None]:
     for node in flow.graph.traced:
         if not (is_cotangent(node) or is_joint(node) or is_matmul(node)):
             for value in _wide_values(node):
-                near[value, node.site.path].append(node)
+                near[value, node.path].append(node)
     waiting = [node for nodes in near.values() for node in nodes if _is_reason(node, flow)]
     found = set[Node | None]()
     while waiting:
@@ -270,7 +269,7 @@ def _meant_nodes(flow: Flow) -> set[Node | None]:
         if node not in found:
             found.add(node)
             for value in _wide_values(node):
-                waiting += near.pop((value, node.site.path), ())
+                waiting += near.pop((value, node.path), ())
     return found
 
 
@@ -292,4 +291,4 @@ def _is_reason(node: Node, flow: Flow) -> bool:
     if node.name in ops.POWERS:  # float16 lacks the range for powers
         return origin is not None and origin.inputs[0].dtype == "float16"
     is_function = node.name in ops.SQUARE_ROOTS or node.name in ops.STEEP
-    return sums(node.site.equation) or is_function or kind_of(node.name) == "opaque"
+    return sums(node.site.equation) or is_function or node.kind == "opaque"
