@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -185,33 +184,21 @@ _MOST_SCORES = 128  # values between a choice and the matmul of its logits
 # --------------------------------------------------------------------------------------------------
 
 
-class _Steps(NamedTuple):
-    """Integers in an array, or multiples of one number.
-
-    Attributes:
-      largest: the steps from the smallest to the largest; 0 if unknown, and for a single number.
-      unit: the size of a step; NaN where it is unknown.
-    """
-
-    largest: float = 0
-    unit: float = 1
-
-
 def rounded_integers(flow: Flow) -> Iterator[Finding]:
     """Yields half-precision arrays of more integers, in even steps, than the dtype tells apart.
 
     Integers count that the program itself makes, scaled or shifted: positions, distances, counts
     and indices. Those of an argument are not known, but their sums and remainders are.
     """
-    integers = _Integers()
+    known: dict[Value, float] = {}
     for node in flow.graph.nodes:
-        integers.enter(node)
+        known.update(_known_steps(node, [_steps(value, known) for value in node.inputs]))
         if len(node.outputs) != 1 or is_joint(node) or is_cotangent(node):
             continue
         is_cast = node.name == "convert_element_type" and not is_narrow(node.inputs[0].dtype)
         if not is_sixteen_bits(node.out.dtype) or not (is_cast or node.name == "iota"):
             continue
-        many = integers.steps(node.out).largest
+        many = known.get(node.out, 0)
         limit = 2 ** (jnp.finfo(node.out.dtype).nmant + 1)
         if many > limit:
             message = (
@@ -221,116 +208,97 @@ def rounded_integers(flow: Flow) -> Iterator[Finding]:
             yield finding(INTEGER, node, message)
 
 
-class _Integers:
-    """The steps of the values of a program, and the values that depend on no argument or draw."""
+def _steps(value: Value, known: Mapping[Value, float]) -> float | None:
+    """Returns the even steps from the smallest number of a value to the largest.
 
-    def __init__(self) -> None:
-        self._known: dict[Value, _Steps] = {}
-        self._fixed: set[Value] = set()
-
-    def enter(self, node: Node) -> None:
-        """Enters the results of a node."""
-        each = list(map(self.steps, node.inputs))
-        if all(map(self._is_fixed, node.inputs)) and node.name not in ops.DRAWS:
-            self._fixed.update(node.outputs)
-        is_moved = node.name == "sort" or node.name in ops.MOVES_DATA
-        if len(node.outputs) == len(each) > 1 and is_moved:
-            self._known.update(zip(node.outputs, each, strict=True))
-        elif node.name == "top_k":
-            self._known[node.outputs[1]] = _Steps(_size(node, (node.params["axis"],)) - 1)
-        elif len(node.outputs) == 1:
-            self._known[node.out] = self._of(node, each)
-
-    def steps(self, value: Value) -> _Steps:
-        if value.array is None or not value.shape:
-            return self._known.get(value, _Steps())
-        numbers = np.unique(numbers_in(value.array))
-        is_whole = np.isfinite(numbers).all() and (numbers == np.round(numbers)).all()
-        return _Steps(max(numbers.size - 1, 0) if is_whole else 0)
-
-    def _is_fixed(self, value: Value) -> bool:
-        return value.array is not None or value in self._fixed
-
-    def _of(self, node: Node, each: list[_Steps]) -> _Steps:
-        """Returns the steps of a node's only result, from those of its inputs."""
-        is_whole = "int" in node.out.dtype
-        match node.name:
-            case "iota":
-                long = node.params["shape"][node.params["dimension"]]
-                return _Steps(long - 1 if isinstance(long, int) else 0)
-            case "argmax" | "argmin":
-                return _Steps(_size(node, node.params["axes"]) - 1)
-            case "convert_element_type":
-                return _Steps(1) if node.inputs[0].dtype == "bool" else each[0]
-            case "reduce_sum" | "cumsum":
-                axes = node.params.get("axes", (node.params.get("axis"),))
-                is_counted = is_whole or is_constant(node.inputs[0])
-                terms = each[0] if each[0].largest else _Steps(is_counted)
-                return terms._replace(largest=terms.largest * _size(node, axes))
-            case "scatter-add" if is_whole:
-                return _Steps(each[0].largest + size(node.inputs[2].shape))
-            case "mul" | "div" | "add" | "sub":
-                # With an unknown array of floats, the result is no array of integers.
-                known = zip(each, map(self._is_fixed, node.inputs), strict=True)
-                is_known = is_whole or all(one.largest or is_fixed for one, is_fixed in known)
-                return _combined(node, *each) if is_known and max(each).largest else _Steps()
-            case "slice":
-                return each[0]._replace(largest=min(each[0].largest, size(node.out.shape) - 1))
-            case "carry" if len(each) == 2:
-                return _counted(node) or max(each)
-            case "min" | "rem" | "clamp":
-                return _limited(node, each[node.name == "clamp"])
-        if is_selection(node):
-            return max(each[1:])
-        is_joined = node.name in ops.MINMAX or node.name == "concatenate"
-        if is_joined or (is_joint(node) and each):
-            return max(each)
-        return each[0] if each and node.name in _KEEPS else _Steps()
+    They are 0 if the value depends on no argument and no draw, and has no known steps; None if
+    nothing is known.
+    """
+    if value.array is None or not value.shape:
+        return 0 if value.array is not None else known.get(value)
+    numbers = np.unique(numbers_in(value.array))
+    is_whole = np.isfinite(numbers).all() and (numbers == np.round(numbers)).all()
+    return max(numbers.size - 1, 0) if is_whole else 0
 
 
-def _combined(node: Node, one: _Steps, other: _Steps) -> _Steps:
-    """Returns the steps of a sum, product or quotient."""
-    if node.name in ops.FORWARD_ADDITIONS:
-        unit = min(one.unit, other.unit)
-        if not (one.largest and other.largest) or math.isnan(one.unit + other.unit):
-            return max(one, other)
-        return _Steps((one.largest * one.unit + other.largest * other.unit) / unit, unit)
-    left, right = (_unit(steps, v) for steps, v in zip((one, other), node.inputs, strict=True))
-    if node.name == "mul":
-        is_zero = left * right == 0
-        largest = 0 if is_zero else max(one.largest, 1) * max(other.largest, 1)
-        return _Steps(largest, 1 if is_zero else left * right)
-    if "int" in node.out.dtype and right > 0:
-        return _Steps(one.largest * left // right)
-    return _Steps(one.largest, left / right) if one.largest and right else _Steps()
+def _known_steps(node: Node, each: list[float | None]) -> Iterator[tuple[Value, float]]:
+    """Yields the results of a node with their steps, from those of its inputs."""
+    is_fixed = None not in each and node.name not in ops.DRAWS
+    is_moved = node.name == "sort" or node.name in ops.MOVES_DATA
+    if len(node.outputs) == len(each) > 1 and is_moved:
+        many = [steps or 0 for steps in each]
+    elif node.name == "top_k":
+        many = [0, _size(node, (node.params["axis"],)) - 1]
+    elif len(node.outputs) == 1:
+        is_known = None not in each or "int" in node.out.dtype
+        many = [_steps_of_result(node, [steps or 0 for steps in each], is_known)]
+    else:
+        many = [0] * len(node.outputs)
+    for value, steps in zip(node.outputs, many, strict=True):
+        if steps or is_fixed:
+            yield value, steps
 
 
-def _unit(steps: _Steps, value: Value) -> float:
-    """Returns the size of a step, or the magnitude of a single number; NaN where it is unknown."""
-    if steps.largest:
-        return steps.unit
-    low, high = interval_of(value)
-    return abs(high) if low == high else math.nan
+def _steps_of_result(node: Node, each: list[float], is_known: bool) -> float:
+    """Returns the steps of a node's only result, 0 if they are unknown.
+
+    Args:
+      node: the node.
+      each: the steps of its inputs, 0 where they are unknown.
+      is_known: whether the result is an array of integers if an input is one.
+    """
+    match node.name:
+        case "iota":
+            long = node.params["shape"][node.params["dimension"]]
+            return long - 1 if isinstance(long, int) else 0
+        case "argmax" | "argmin":
+            return _size(node, node.params["axes"]) - 1
+        case "convert_element_type":
+            return 1 if node.inputs[0].dtype == "bool" else each[0]
+        case "reduce_sum" | "cumsum":
+            axes = node.params.get("axes", (node.params.get("axis"),))
+            is_counted = "int" in node.out.dtype or is_constant(node.inputs[0])
+            return (each[0] or is_counted) * _size(node, axes)
+        case "scatter-add" if "int" in node.out.dtype:
+            return each[0] + size(node.inputs[2].shape)
+        case "add" | "sub":
+            return sum(each) if is_known else 0
+        case "mul":
+            return math.prod(steps or 1 for steps in each) if is_known and any(each) else 0
+        case "div":
+            low, high = interval_of(node.inputs[1])
+            is_whole = "int" in node.out.dtype and low == high > 0
+            return (each[0] // low if is_whole else each[0]) if is_known else 0
+        case "slice":
+            return min(each[0], size(node.out.shape) - 1)
+        case "carry" if len(each) == 2:
+            return _counted(node) or max(each)
+        case "min" | "rem" | "clamp":
+            return _limited(node, each[node.name == "clamp"])
+    if is_selection(node):
+        return max(each[1:])
+    if node.name in ops.MINMAX or node.name == "concatenate" or (is_joint(node) and each):
+        return max(each)
+    return each[0] if each and node.name in _KEEPS else 0
 
 
-def _limited(node: Node, number: _Steps) -> _Steps:
+def _limited(node: Node, steps: float) -> float:
     """Returns the steps of a remainder, or of numbers that are limited from above."""
     high = interval_of(node.inputs[-1 if node.name == "clamp" else 1]).high
-    if number.largest:
-        return number._replace(largest=min(number.largest, abs(high)))
+    if steps:
+        return min(steps, abs(high))
     low, high = (0, high - 1) if node.name == "rem" else interval_of(node.out)
     is_limited = "int" in node.out.dtype and high - low < jnp.iinfo(node.out.dtype).max
-    return _Steps(max(high - low, 0)) if is_limited else _Steps()
+    return max(high - low, 0) if is_limited else 0
 
 
-def _counted(node: Node) -> _Steps | None:
-    """Returns the steps of a counter of the iterations of a loop."""
+def _counted(node: Node) -> float:
+    """Returns the steps of a counter of the iterations of a loop; 0 for another carry."""
     after, length = node.inputs[1].maker, node.params.get("length")
     if after is None or after.name != "add" or not isinstance(length, int):
-        return None
+        return 0
     one, other = after.inputs
-    is_counter = one is node.out and other.is_literal
-    return _Steps(length, abs(float(other.array))) if is_counter else None
+    return length if one is node.out and other.is_literal else 0
 
 
 def _size(node: Node, axes: tuple[int, ...]) -> int:
@@ -359,7 +327,7 @@ def rounded_choices(flow: Flow) -> Iterator[Finding]:
             yield finding(CHOICE, node, message, (cast.inputs[0].dtype, dtype))
         elif (made := _rounded_logits(node.inputs[0])) is not None and _routes(node):
             dtype = made.out.dtype if narrows(made) else made.inputs[0].dtype
-            where = spelled(made.site.path)
+            where = spelled(made.path)
             message = (
                 f"{node.name} chooses the rows of matmuls, as a router does, by numbers that were "
                 f"rounded to {dtype}{f' in {where}' if where else ''}: those that are almost equal "

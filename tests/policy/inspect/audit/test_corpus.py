@@ -40,6 +40,7 @@ assert carries and discrete and functions and sums  # add to the corpus
 
 NOT_SEEN = {
     "a place in a sorted array",
+    "an index of two small ones",
     "steps of Euler's by a function of the state",
 }
 """Faults of the corpus that an audit misses, by their names."""
