@@ -1,7 +1,7 @@
 """Reads the files that XLA writes about a program that it compiles, also where it runs out of
-memory: the program, where its values lie in memory, and when they are alive.
+memory: the program, and where its values lie in memory.
 
-The compilers for CPUs, GPUs and TPUs write ``buffer-assignment.txt`` and ``live-range.txt`` alike.
+The compilers for CPUs, GPUs and TPUs write ``buffer-assignment.txt`` alike.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,12 +19,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from policy.inspect.hlo.text import HloArray, arrays_in
 
-_ENDINGS = (".txt", "-buffer-assignment.txt", "-live-range.txt")
-_ALLOCATION = re.compile(r"allocation (\d+): size (\d+)(.*)")
+_ENDINGS = (".txt", "-buffer-assignment.txt")
+_ALLOCATION = re.compile(r"allocation \d+: size (\d+)(.*)")
 _VALUE = re.compile(
     r" value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)"
 )
-_RANGE = re.compile(r"\s+(\S+)\{([\d,]*)\}:(\d+)-(\d+)$")
 # Integers of three axes, up to 2^17 characters of them; and such a constant as it is left out.
 _TABLE = re.compile(r"%([\w.\-]+) = s\d+\[\d+,\d+,\d+\]\S* constant\((\{[-\d, {}]{,131072}\})\)")
 _LEFT_OUT = re.compile(r"(%([\w.\-]+) = s\d+\[\d+,\d+,\d+\]\S* constant\()\{\.\.\.\}\)")
@@ -38,12 +37,10 @@ class Dump:
     Attributes:
       program: its HLO, scheduled.
       allocations: where each value lies in memory.
-      live_ranges: when each value is alive.
     """
 
     program: str = dataclasses.field(repr=False)
     allocations: str = dataclasses.field(repr=False)
-    live_ranges: str = dataclasses.field(repr=False)
 
 
 def compiled_with_dump(
@@ -112,7 +109,7 @@ def read_dump(folder: str | Path) -> Dump:
     found = [path for pattern in patterns for path in Path(folder).glob(pattern)]
     if len(found) != len(_ENDINGS):
         raise ValueError(
-            f"{folder} should hold three files of one compiled program, but has "
+            f"{folder} should hold two files of one compiled program, but has "
             f"{', '.join(path.name for path in found) or 'none'}: the compiler stopped before it "
             "assigned memory, or the program came from JAX's persistent cache."
         )
@@ -137,7 +134,7 @@ def with_tables(text: str, dump: Dump) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Allocations and live ranges
+# Allocations
 # --------------------------------------------------------------------------------------------------
 
 
@@ -147,28 +144,20 @@ class StoredValue:
 
     Attributes:
       place: the instruction's name, and the index in its result if that is a tuple.
-      allocation: the number of the allocation that it lies in.
       offset: in its allocation.
       bytes: its size with padding.
       array: its dtype and shape; None of a tuple, a table of addresses.
-      born, dies: the first and the last moment when it is alive; -1 if they are unknown.
     """
 
     place: ResultPlace
-    allocation: int
     offset: int
     bytes: int
     array: HloArray | None
-    born: int
-    dies: int
 
     def overlaps(self, other: StoredValue) -> bool:
-        """Returns whether two values share memory."""
-        return (
-            self.allocation == other.allocation
-            and self.offset < other.offset + other.bytes
-            and other.offset < self.offset + self.bytes
-        )
+        """Returns whether two values of one allocation share memory."""
+        is_before = self.offset < other.offset + other.bytes
+        return is_before and other.offset < self.offset + self.bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +169,7 @@ class Allocation:
       kind: "argument", "output", "temporary", "constant", "thread-local", or "on-chip" in a memory
         of the chip's own. An output that overwrites a donated argument is an argument.
       parameter: the number of an argument.
-      values: those that lie in it, at one time or another.
+      values: those that lie in it, at one time or another, in the order in which they are made.
     """
 
     bytes: int
@@ -188,10 +177,13 @@ class Allocation:
     parameter: int | None
     values: list[StoredValue] = dataclasses.field(default_factory=list)
 
-    def last(self) -> StoredValue | None:
-        """Returns the array that is alive for the longest, which an output is."""
-        arrays = [value for value in self.values if value.array is not None]
-        return max(arrays, key=lambda value: (value.dies, value.born), default=None)
+    def largest(self) -> list[StoredValue]:
+        """Returns the largest values that share no memory; of those of one size, the first made."""
+        chosen: list[StoredValue] = []
+        for value in sorted(self.values, key=lambda value: -value.bytes):
+            if not any(map(value.overlaps, chosen)):
+                chosen.append(value)
+        return chosen
 
 
 def allocations_of(dump: Dump) -> list[Allocation]:
@@ -200,31 +192,19 @@ def allocations_of(dump: Dump) -> list[Allocation]:
     Raises:
       ValueError: the text of the allocations has none.
     """
-    ranges = {
-        _place(found[1], found[2]): (int(found[3]), int(found[4]))
-        for found in filter(None, map(_RANGE.match, dump.live_ranges.splitlines()))
-    }
     allocations: list[Allocation] = []
-    number = 0
     for line in dump.allocations.splitlines():
         if opened := _ALLOCATION.match(line):
-            number = int(opened[1])
-            allocations.append(_allocation(int(opened[2]), opened[3]))
+            allocations.append(_allocation(int(opened[1]), opened[2]))
         elif (found := _VALUE.match(line)) and allocations:
-            place = _place(found[1], found[2] or "")
+            place = found[1], tuple(int(n) for n in (found[2] or "").split(",") if n)
             arrays = () if found[5].startswith("(") else arrays_in(found[5])
-            born, dies = ranges.get(place, (-1, -1))
-            array = next(iter(arrays), None)
-            value = StoredValue(place, number, int(found[4]), int(found[3]), array, born, dies)
+            value = StoredValue(place, int(found[4]), int(found[3]), next(iter(arrays), None))
             allocations[-1].values.append(value)
     if not allocations:
         begins = dump.allocations[:60]
         raise ValueError(f"The text assigns no memory: it begins with {begins!r}.")
     return allocations
-
-
-def _place(name: str, index: str) -> ResultPlace:
-    return name, tuple(int(n) for n in index.split(",") if n)
 
 
 def _allocation(size: int, rest: str) -> Allocation:
@@ -238,35 +218,3 @@ def _allocation(size: int, rest: str) -> Allocation:
     }
     kind = next((kind for word, kind in kinds.items() if re.search(word, rest)), "temporary")
     return Allocation(size, kind, int(parameter[2] or parameter[1]) if parameter else None)
-
-
-def largest_moment(allocations: Iterable[Allocation]) -> list[StoredValue]:
-    """Returns the values that are alive when they take the most memory, the largest first.
-
-    Of values that share memory at that moment, because an operation overwrites its operand, it
-    returns the one that is made last.
-    """
-    starting: dict[int, list[StoredValue]] = {}
-    for value in (value for allocation in allocations for value in allocation.values):
-        if value.born >= 0:
-            starting.setdefault(value.born, []).append(value)
-    best: list[StoredValue] = []
-    alive: list[StoredValue] = []
-    for moment in sorted(starting):
-        alive = [value for value in alive if value.dies >= moment] + starting[moment]
-        if _bytes(alive) > _bytes(best):
-            best = max(best, _apart(alive), key=_bytes)
-    return best
-
-
-def _bytes(values: Iterable[StoredValue]) -> int:
-    return sum(value.bytes for value in values)
-
-
-def _apart(alive: Iterable[StoredValue]) -> list[StoredValue]:
-    """Returns the values that share no memory, the largest first."""
-    chosen: list[StoredValue] = []
-    for value in sorted(alive, key=lambda value: (-value.bytes, -value.born)):
-        if not any(map(value.overlaps, chosen)):
-            chosen.append(value)
-    return chosen

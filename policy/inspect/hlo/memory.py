@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from policy.inspect.hlo.dump import Dump, StoredValue, allocations_of, largest_moment
+from policy.inspect.hlo.dump import Dump, StoredValue, allocations_of
 from policy.inspect.hlo.provenance import (
     Makers,
     SourceFrames,
@@ -24,7 +24,7 @@ _LIBRARY = '"__ynn_fusion"'
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """An array in a device's memory at the moment when the most of it is taken.
+    """One of the largest arrays in a device's memory.
 
     >>> from policy.inspect.estimate.rows import Buffer
     >>> Buffer(64, "bfloat16", (4, 8), "temporary", "net/head", "dot_general", "net.py:3 (f)").bytes
@@ -63,8 +63,8 @@ class MemoryUse:
       outputs: bytes of the outputs that overwrite no argument.
       temporaries: bytes of the memory for temporaries, gaps between them included.
       constants: bytes of the constants.
-      buffers: the largest of the arguments, outputs, and the temporaries that are alive when these
-        take the most, the largest first. Tables of addresses are left out.
+      buffers: the largest of the arguments, the outputs, and the temporaries that share no memory,
+        the largest first. Tables of addresses are left out.
     """
 
     arguments: int
@@ -100,14 +100,15 @@ def memory_of(dump: Dump, names: Sequence[str] = (), largest: int = 20) -> Memor
             if value is not None and value.array is not None:
                 held = _buffer(one.bytes, value.array, "argument")
                 found.append((reader.names.get(one.parameter, ""), held))
-    outputs = [one for one in allocations if one.kind == "output"]
-    stored = [(one.last(), "output", one.bytes) for one in outputs]
-    alive = largest_moment(one for one in allocations if one.kind == "temporary")
-    stored += [(value, "temporary", value.bytes) for value in alive]
-    for value, kind, size in stored:
-        if value is not None and value.array is not None:
-            found.append(reader.made(value, _buffer(size, value.array, kind)))
-    found = sorted(found, key=lambda each: -each[1].bytes)[:largest]
+        values = one.largest() if one.kind == "temporary" else []
+        if one.kind == "output":
+            returned = [value for value in one.values if value.place[0] in reader.results]
+            values = returned[:1] or one.values[-1:]
+        for value in values:
+            if value.array is not None:
+                size = one.bytes if one.kind == "output" else value.bytes
+                found.append(reader.made(value, _buffer(size, value.array, one.kind)))
+    found = sorted(found, key=lambda each: (-each[1].bytes, each[1].kind))[:largest]
     with naming(path for path, _ in found if isinstance(path, tuple)):
         buffers = tuple(
             dataclasses.replace(held, path=path if isinstance(path, str) else spelled(path))
@@ -126,6 +127,8 @@ class _Reader:
     def __init__(self, dump: Dump, names: Sequence[str]):
         program = parse(dump.program)
         self.makers, self.sources = Makers(program), SourceFrames(dump.program)
+        root = program.entry.root
+        self.results = {one.name for one in (root, *root.operands)}
         self.parameters = {one.name: i for i, one in program.entry.parameters.items()}
         self.names: dict[int | None, str] = dict(enumerate(names))
 
