@@ -1,22 +1,25 @@
-"""The figures of an estimate as words, and as tables for a terminal of 100 columns."""
+"""An estimate as text for a terminal of 100 columns: its facts, and tables of its figures."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from policy.inspect.estimate.rows import Buffer, EstimateRows, PolicyCost
 from policy.inspect.estimate.targets import axes_text
-from policy.inspect.render.text import Paint, amount, bytes_text, duration, short
+from policy.inspect.render.table import UNKNOWN, Column, Table
+from policy.inspect.render.text import (
+    Paint,
+    amount,
+    bytes_text,
+    duration,
+    printable,
+    short,
+    wrapped,
+)
 
-_WIDTH = 100
-_MEMORY = ("memory", "arguments", "temporaries", "outputs", "code")
-_LONGEST = 32  # characters of a name that stands in its row; longer ones stand above theirs
 _BUFFERS = 8
 _STYLES = {True: "good", False: "bad", None: "dim"}
-UNKNOWN = "—"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -24,64 +27,137 @@ UNKNOWN = "—"
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Figures:
-    """A column of figures.
-
-    Attributes:
-      head: its heading.
-      value: the figure of a row; None if it is unknown.
-      form: writes a figure.
-      is_compared: whether rows beside the first have ratios too.
-      bound: the mark of a figure where seconds are a lower bound: "≥", or "≤" of one that falls
-        with them.
-    """
-
-    head: str
-    value: Callable[[PolicyCost], float | None]
-    form: Callable[[float], str]
-    is_compared: bool = True
-    bound: str = ""
-
-    def text(self, row: PolicyCost) -> str:
-        """Returns the figure of a row: "≥ 1.2 ms" where it is a lower bound."""
-        value = self.value(row)
-        if value is None:
-            return UNKNOWN
-        mark = f"{self.bound} " if self.bound and row.is_lower_bound else ""
-        return f"{mark}{self.form(value)}"
-
-
-def columns_of(estimate: EstimateRows) -> list[Figures]:
-    """Returns the columns of figures that any row has."""
+def table_of(estimate: EstimateRows) -> Table:
+    """Returns the table of an estimate's figures, without columns that no row has."""
+    rows, names = estimate.rows, [printable(row.name) for row in estimate.rows]
     # Ratios of steps of several sizes say nothing.
-    are_alike = len({row.batch for row in estimate.rows}) == 1
-    memory = [
-        Figures(
-            part,
-            functools.partial(memory_parts, part=part),
-            bytes_text,
-            part == "memory" and are_alike,
-        )
-        for part in _MEMORY
+    are_alike = len({row.batch for row in rows}) == 1
+
+    def column(
+        head: str, value: Callable[[PolicyCost], Any], form: Callable[[Any], str], **options: Any
+    ) -> Column:
+        return Column(head, list(map(value, rows)), form, **options)
+
+    def memory(part: str, **options: Any) -> Column:
+        # The compiler may give up without any figure.
+        is_known = lambda row: row.memory or not row.is_exhausted  # noqa: E731
+        value = lambda row: getattr(row, part) if is_known(row) else None  # noqa: E731
+        return column(part, value, bytes_text, **options)
+
+    least, most = ([mark if row.is_lower_bound else "" for row in rows] for mark in ("≥", "≤"))
+    verdicts = column("fits", verdict, str, side="<", styles=[_STYLES[row.fits] for row in rows])
+    front = column("front", lambda row: "*" if row in estimate.front else "", str, side="<")
+    parts = ["arguments", "temporaries", "outputs"]
+    if any(row.code * 100 >= row.memory > 0 for row in rows):
+        parts.append("code")
+    figures = [
+        column("on the host", lambda row: row.host or None, bytes_text),
+        column("bytes", lambda row: row.bytes, bytes_text, is_compared=are_alike),
+        column("cycles", lambda row: row.cycles, amount),
+        column("seconds", lambda row: row.seconds, duration, is_compared=are_alike, marks=least),
+        *(
+            [column("in sequence", lambda row: row.sequential_seconds, duration, marks=least)]
+            if overlaps(estimate)
+            else []
+        ),
+        column(
+            "an example",
+            lambda row: row.seconds_per_example,
+            duration,
+            is_compared=True,
+            marks=least,
+        ),
+        column("MFU", lambda row: row.mfu, "{:.1%}".format, marks=most),
+        *(
+            [column("exchanges", exchanged_bytes, bytes_text, is_compared=are_alike)]
+            if any(row.collectives for row in rows)
+            else []
+        ),
     ]
-    flops = Figures("matmul FLOPs", lambda row: sum(row.matmul_flops.values()), amount, False)
-    exchanges = [Figures("exchanges", exchanged_bytes, bytes_text, are_alike)]
-    in_sequence = Figures("in sequence", lambda row: row.sequential_seconds, duration, False, "≥")
-    measured = [
-        Figures("on the host", lambda row: row.host or None, bytes_text, False),
-        Figures("bytes", lambda row: row.bytes, bytes_text, are_alike),
-        Figures("cycles", lambda row: row.cycles, amount, are_alike),
-        Figures("seconds", lambda row: row.seconds, duration, are_alike, bound="≥"),
-        *([in_sequence] if overlaps(estimate) else []),
-        Figures("an example", lambda row: row.seconds_per_example, duration, bound="≥"),
-        Figures("MFU", lambda row: row.mfu, "{:.1%}".format, False, bound="≤"),
-        *(exchanges if has_exchanges(estimate) else []),
-        Figures("kernels", lambda row: row.kernels, lambda count: f"{count:,.0f}", False),
-        Figures("compiled in", lambda row: row.compile_seconds, duration, False),
+    return Table(
+        "row" if estimate.is_search else "policy",
+        names,
+        [
+            *([verdicts] if any(row.fits is not None for row in rows) else []),
+            *([front] if estimate.is_search and estimate.front else []),
+            memory("memory", is_compared=are_alike),
+            *map(memory, parts),
+            column("matmul FLOPs", lambda row: flops_text(row.matmul_flops), str, side="<"),
+            *(one for one in figures if any(value is not None for value in one.values)),
+        ],
+    )
+
+
+def verdict(row: PolicyCost) -> str:
+    """Returns whether a row fits, and by how much: "fits, 3.1 GiB spare" or "lacks 4.2 GiB"."""
+    if row.fits is None:
+        return UNKNOWN
+    spare = row.spare or 0
+    if row.fits:
+        return f"fits, {bytes_text(spare)} spare"
+    return f"lacks {bytes_text(-spare)}" if spare < 0 else "does not fit"
+
+
+def exchanged_bytes(row: PolicyCost) -> float | None:
+    """Returns the bytes of all exchanges of a row; None if its program didn't compile."""
+    if row.kernels is None and not row.collectives:
+        return None
+    return float(sum(one.bytes for one in row.collectives))
+
+
+def overlaps(estimate: EstimateRows) -> bool:
+    """Returns whether exchanges run beside kernels in any row."""
+    return any(
+        row.seconds is not None and row.seconds < 0.999 * (row.sequential_seconds or 0.0)
+        for row in estimate.rows
+    )
+
+
+def flops_text(flops: Mapping[str, float]) -> str:
+    """Returns FLOPs with the dtypes that they are in: "4 T in bf16 97.5%, f32 2.5%"."""
+    total = sum(flops.values())
+    shares = {short(dtype): part / total for dtype, part in flops.items() if part}
+    if len(shares) > 1:
+        shares = {f"{dtype} {share:.1%}": share for dtype, share in shares.items()}
+    return f"{amount(total)} in {', '.join(shares)}" if total else "none"
+
+
+# --------------------------------------------------------------------------------------------------
+# Text
+# --------------------------------------------------------------------------------------------------
+
+
+def estimate_text(estimate: EstimateRows, *, color: bool = False) -> str:
+    """Returns an estimate as text: the rows, their exchanges, and the buffers of those that lack
+    memory.
+
+    A figure beside "x" is a ratio of the first row's. Of a search the exchanges are those of the
+    front.
+    """
+    paint = Paint(color)
+    shown = (estimate.front or estimate.rows[:1]) if estimate.is_search else estimate.rows
+    parts = [
+        "\n".join(_head(estimate, paint)),
+        table_of(estimate).text(color=color) if estimate.rows else "",
+        "\n".join(_exchanges(shown, paint)),
+        *("\n".join(_buffers(row, paint)) for row in shown if row.fits is False and row.buffers),
+        "\n".join(_remarks(estimate, paint)),
     ]
-    known = [one for one in measured if any(one.value(row) is not None for row in estimate.rows)]
-    return [*memory, flops, *known]
+    return "\n\n".join(filter(None, parts))
+
+
+def _head(estimate: EstimateRows, paint: Paint) -> Iterator[str]:
+    title = f"estimate of {estimate.name or 'a function'}"
+    known = [row.fits for row in estimate.rows if row.fits is not None]
+    if len(known) == 1:
+        title += ": it fits" if known[0] else ": it does not fit"
+    elif known:
+        rows = "rows" if estimate.is_search else "policies"
+        how_many = f"all {len(known)}" if all(known) else f"{sum(known)} of {len(known)}"
+        title += f": {how_many} {rows} fit"
+    yield from (paint("bold", line) for line in wrapped(title, indent=2))
+    for word, said in facts_of(estimate):
+        yield from wrapped(said, f"  {word:<10}", 12)
 
 
 def facts_of(estimate: EstimateRows) -> Iterator[tuple[str, str]]:
@@ -125,224 +201,13 @@ def _held(estimate: EstimateRows) -> Iterator[tuple[str, str]]:
         yield "front", f"* no row that fits takes less time for {of} without more memory"
 
 
-def overlaps(estimate: EstimateRows) -> bool:
-    """Returns whether exchanges run beside kernels in any row."""
-    return any(
-        row.seconds is not None and row.seconds < 0.999 * (row.sequential_seconds or 0.0)
-        for row in estimate.rows
-    )
-
-
-def noun(estimate: EstimateRows) -> str:
-    """Returns the word for the rows: "policy", or "row" in a search."""
-    return "row" if estimate.is_search else "policy"
-
-
-def verdict(row: PolicyCost) -> str:
-    """Returns whether a row fits, and by how much: "fits, 3.1 GiB spare" or "lacks 4.2 GiB"."""
-    if row.fits is None:
-        return UNKNOWN
-    spare = row.spare or 0
-    if row.fits:
-        return f"fits, {bytes_text(spare)} spare"
-    return f"lacks {bytes_text(-spare)}" if spare < 0 else "does not fit"
-
-
-def count_that_fit(estimate: EstimateRows) -> str:
-    """Returns a sentence's part on how many rows fit; "" if that is unknown."""
-    known = [row.fits for row in estimate.rows if row.fits is not None]
-    if not known:
-        return ""
-    rows = "rows" if estimate.is_search else "policies"
-    if all(known):
-        return "it fits" if len(known) == 1 else f"all {len(known)} {rows} fit"
-    return "it does not fit" if len(known) == 1 else f"{sum(known)} of {len(known)} {rows} fit"
-
-
-def exchanged_bytes(row: PolicyCost) -> float | None:
-    """Returns the bytes of all exchanges of a row; None if its program didn't compile."""
-    if row.kernels is None and not row.collectives:
-        return None
-    return float(sum(one.bytes for one in row.collectives))
-
-
-def memory_parts(row: PolicyCost, part: str) -> int | None:
-    """Returns the bytes of a part of a row's memory; None if the compiler gave up without any."""
-    return None if row.is_exhausted and not row.memory else getattr(row, part)
-
-
-def has_exchanges(estimate: EstimateRows) -> bool:
-    """Returns whether any row exchanges anything."""
-    return any(row.collectives for row in estimate.rows)
-
-
-def ratio(value: float | None, first: float | None) -> str:
-    """Returns a figure as a ratio of the first row's: "x0.64"; "" where there is none."""
-    if value is None or not first:
-        return ""
-    found = value / first
-    return f"x{found:.2f}" if found < 100 else f"x{found:.0f}"
-
-
-def array_text(buffer: Buffer) -> str:
-    """Returns the dtype and shape of an array: "bf16[8,128]"."""
-    return f"{short(buffer.dtype)}[{','.join(map(str, buffer.shape))}]"
-
-
-def remarks_of(estimate: EstimateRows) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yields headings and remarks: each cost that is left out, with its rows unless it is left out
-    of all, and notes.
-    """
-    uncounted: dict[str, list[str]] = {}
-    for row in estimate.rows:
-        for what in dict.fromkeys(row.uncounted):
-            uncounted.setdefault(what, []).append(row.name)
-    every = len(estimate.rows)
-    costs = [
-        what if len(names) == every else f"{what} ({', '.join(names)})"
-        for what, names in uncounted.items()
-    ]
-    remarks = {"not counted": costs, "notes": estimate.notes}
-    yield from ((heading, found) for heading, found in remarks.items() if found)
-
-
-# --------------------------------------------------------------------------------------------------
-# Text
-# --------------------------------------------------------------------------------------------------
-
-
-def estimate_text(estimate: EstimateRows, *, color: bool = False) -> str:
-    """Returns an estimate as text: the rows, their exchanges, and the buffers of those that lack
-    memory.
-
-    A figure beside "x" is a ratio of the first row's. Of a search the exchanges are those of the
-    front.
-    """
-    paint = Paint(color)
-    shown = (estimate.front or estimate.rows[:1]) if estimate.is_search else estimate.rows
-    parts = [
-        _head(estimate, paint),
-        *_packed(estimate, _columns(estimate, paint), paint),
-        _exchanges(shown, paint),
-        *(_buffers(row, paint) for row in shown if row.fits is False and row.buffers),
-        _remarks(estimate, paint),
-    ]
-    return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
-
-
-def _visible(text: str) -> str:
-    """Returns a text with its control characters escaped: a name can't move the cursor."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _wrapped(text: str, first: str, indent: int) -> list[str]:
-    return textwrap.wrap(
-        _visible(text), _WIDTH, initial_indent=first, subsequent_indent=" " * indent
-    )
-
-
-def _head(estimate: EstimateRows, paint: Paint) -> Iterator[str]:
-    fit = count_that_fit(estimate)
-    title = f"estimate of {estimate.name or 'a function'}"
-    lines = _wrapped(f"{title}: {fit}" if fit else title, "", 2)
-    yield from (paint("bold", line) for line in lines)
-    for word, said in facts_of(estimate):
-        yield from _wrapped(said, f"  {word:<10}", 12)
-
-
-# --------------------------------------------------------------------------------------------------
-# The rows
-# --------------------------------------------------------------------------------------------------
-
-
-Column = list[str]  # a heading and the cell of each row, all of one width
-
-
-def _columns(estimate: EstimateRows, paint: Paint) -> Iterator[Column]:
-    rows = estimate.rows
-    if any(row.fits is not None for row in rows):
-        head, *cells = _aligned("fits", [verdict(row) for row in rows], "<")
-        styles = [_STYLES[row.fits] for row in rows]
-        yield [head, *map(paint, styles, cells)]
-    if estimate.is_search and estimate.front:
-        yield _aligned("front", ["*" if row in estimate.front else "" for row in rows], "<")
-    has_code = any(row.code * 100 >= row.memory > 0 for row in rows)
-    left_out = ("kernels", "compiled in", *(() if has_code else ("code",)))
-    for column in columns_of(estimate):
-        if column.head == "matmul FLOPs":
-            yield _aligned(column.head, [_flops(row.matmul_flops) for row in rows], "<")
-        elif column.head not in left_out:
-            figures = _aligned(column.head, [column.text(row) for row in rows], ">")
-            ratios = _aligned("", _ratios(column, rows), "<")
-            yield [f"{f} {r}" if r else f for f, r in zip(figures, ratios, strict=True)]
-
-
-def _flops(flops: Mapping[str, float]) -> str:
-    """Returns FLOPs with the dtypes that they are in: "4 T in bf16 97.5%, f32 2.5%"."""
-    total = sum(flops.values())
-    shares = {short(dtype): part / total for dtype, part in flops.items() if part}
-    if len(shares) > 1:
-        shares = {f"{dtype} {share:.1%}": share for dtype, share in shares.items()}
-    return f"{amount(total)} in {', '.join(shares)}" if total else "none"
-
-
-def _aligned(head: str, cells: Sequence[str], side: str) -> Column:
-    width = max(map(len, (head, *cells)))
-    return [f"{cell:{side}{width}}" for cell in (head, *cells)]
-
-
-def _ratios(column: Figures, rows: Sequence[PolicyCost]) -> Sequence[str]:
-    """Returns the ratios of the rows beside the first; those of cycles are those of seconds."""
-    values = [column.value(row) for row in rows]
-    ratios = ["", *(ratio(value, values[0]) for value in values[1:])]
-    is_alike = set(ratios) <= {"", "x1.00"} and not column.bound
-    has_none = is_alike or not column.is_compared or column.head == "cycles"
-    return [""] * len(rows) if has_none else ratios
-
-
-def _packed(
-    estimate: EstimateRows, columns: Iterable[Column], paint: Paint
-) -> Iterator[Iterable[str]]:
-    """Yields tables of the columns, as many side by side as there is room for."""
-    if not estimate.rows:
-        return
-    head, *names = noun(estimate), *(_visible(row.name) for row in estimate.rows)
-    width = min(max(map(len, (head, *names))), _LONGEST)
-    table = functools.partial(_table, f"{head:<{width}}", names, paint=paint)
-    group: list[Column] = []
-    for column in columns:
-        if group and 2 + width + sum(2 + len(c[0]) for c in (*group, column)) > _WIDTH:
-            yield table(group)
-            group = []
-        group.append(column)
-    yield table(group)
-
-
-def _table(
-    head: str, names: Sequence[str], columns: Sequence[Column], paint: Paint
-) -> Iterator[str]:
-    width = len(head)
-    header, *lines = map("  ".join, zip(*columns, strict=True))
-    yield paint("bold", f"  {head}  {header}".rstrip())
-    for name, line in zip(names, lines, strict=True):
-        if len(name) > width:
-            yield from textwrap.wrap(name, _WIDTH, initial_indent="  ", subsequent_indent="    ")
-            name = ""
-        yield f"  {name:<{width}}  {line}".rstrip()
-
-
-# --------------------------------------------------------------------------------------------------
-# Exchanges, buffers and remarks
-# --------------------------------------------------------------------------------------------------
-
-
 def _exchanges(rows: Sequence[PolicyCost], paint: Paint) -> Iterator[str]:
     if not any(row.collectives for row in rows):
         return
     yield paint("bold", "exchanges of a step")
     for row in rows:
         if row.collectives:
-            yield from _wrapped(row.name, "  ", 4)
+            yield from wrapped(row.name, "  ", 4)
         for one in row.collectives:
             taken = UNKNOWN if one.seconds is None else f"≥ {duration(one.seconds)}"
             what = f"    {one.operation:<20}{short(one.dtype):<10}"
@@ -350,7 +215,7 @@ def _exchanges(rows: Sequence[PolicyCost], paint: Paint) -> Iterator[str]:
 
 
 def _buffers(row: PolicyCost, paint: Paint) -> Iterator[str]:
-    lines = _wrapped(f"largest buffers of {row.name}, which {verdict(row)}", "", 2)
+    lines = wrapped(f"largest buffers of {row.name}, which {verdict(row)}", indent=2)
     yield from (paint("bold", line) for line in lines)
     for buffer in row.buffers[:_BUFFERS]:
         yield from _buffer(buffer)
@@ -359,21 +224,25 @@ def _buffers(row: PolicyCost, paint: Paint) -> Iterator[str]:
         yield paint("dim", f"  {more} more in to_json()")
 
 
-def _buffer(buffer: Buffer) -> Iterator[str]:
+def _buffer(buffer: Buffer) -> list[str]:
     made = f" of {buffer.operation}" if buffer.operation else ""
-    size, what = f"{bytes_text(buffer.bytes):>10}  ", f"{array_text(buffer)}  {buffer.kind}{made}"
-    parts = [part for part in (what, buffer.path, buffer.source) if part]
-    line = size + "  ".join(parts)
-    if len(line) <= _WIDTH:
-        yield _visible(line)
-        return
-    yield from _wrapped(what, size, 14)
-    for part in parts[1:]:
-        yield from _wrapped(part, " " * 14, 16)
+    array = f"{short(buffer.dtype)}[{','.join(map(str, buffer.shape))}]"
+    parts = (f"{array}  {buffer.kind}{made}", buffer.path, buffer.source)
+    return wrapped("  ".join(filter(None, parts)), f"{bytes_text(buffer.bytes):>10}  ", 14)
 
 
 def _remarks(estimate: EstimateRows, paint: Paint) -> Iterator[str]:
-    for heading, remarks in remarks_of(estimate):
-        yield paint("bold", heading)
+    """Yields the costs that are left out, each with its rows unless all leave it out, and notes."""
+    uncounted: dict[str, list[str]] = {}
+    for row in estimate.rows:
+        for what in dict.fromkeys(row.uncounted):
+            uncounted.setdefault(what, []).append(row.name)
+    costs = [
+        what if len(names) == len(estimate.rows) else f"{what} ({', '.join(names)})"
+        for what, names in uncounted.items()
+    ]
+    for heading, remarks in (("not counted", costs), ("notes", estimate.notes)):
+        if remarks:
+            yield paint("bold", heading)
         for remark in remarks:
-            yield from _wrapped(remark, "  ", 4)
+            yield from wrapped(remark, "  ", 4)

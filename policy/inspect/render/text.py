@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from typing import TextIO
 
 OUTSIDE = "(outside of any module)"
@@ -38,7 +39,19 @@ class Paint:
         self.color = color
 
     def __call__(self, style: str, words: str) -> str:
-        return f"\x1b[{_STYLES[style]}m{words}\x1b[0m" if self.color and words else words
+        return f"\x1b[{_STYLES[style]}m{words}\x1b[0m" if self.color and style and words else words
+
+
+def printable(text: str) -> str:
+    """Returns a text with its control characters escaped: a name can't move the cursor."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def wrapped(text: str, first: str = "", indent: int = 0, width: int = 100) -> list[str]:
+    """Returns the lines of a text, the first one behind `first`, the others indented."""
+    return textwrap.wrap(
+        printable(text), width, initial_indent=first, subsequent_indent=" " * indent
+    )
 
 
 def short(dtype: str) -> str:

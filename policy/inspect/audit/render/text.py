@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from policy.inspect.audit.operations import (
@@ -20,6 +20,7 @@ from policy.inspect.audit.operations import (
     operation_name,
     tree_of,
 )
+from policy.inspect.render.table import Column, Side, Table
 from policy.inspect.render.text import Paint, amount, short
 from policy.programs.dtypes import HALVES
 from policy.programs.operations import OPERATION_KINDS
@@ -156,11 +157,32 @@ def _findings(audit: AuditFigures, paint: Paint) -> Iterator[str]:
 
 def _tree(operations: tuple[Operation, ...], paint: Paint) -> Iterator[str]:
     root = tree_of(operations)
-    lines = list(_lines(root, 0, root.flops, paint))
-    named = ("operations", "operands", "sums in", "result", "runs", "FLOPs", "bytes")
-    if lines:
-        yield paint("bold", "  {:<46}{:<16}{:<9}{:<8}{:>9}{:>9}{:>9}".format(*named))
-        yield from lines
+    lines = list(_lines(root, 0, root.flops))
+    if not lines:
+        return
+    names, listed = zip(*lines, strict=True)
+    styles = ["dim" if op is None or op.accumulation not in HALVES else "warn" for op in listed]
+
+    def column(head: str, value: Callable[[Operation], str], side: Side, width: int) -> Column:
+        cells = ["" if op is None else value(op) for op in listed]
+        return Column(head, cells, side=side, width=width, styles=styles)
+
+    columns = (
+        column("operands", _operands, "<", 14),
+        column("sums in", lambda op: short(op.accumulation), "<", 7),
+        column("result", lambda op: short(op.result), "<", 6),
+        column("runs", lambda op: str(op.count), ">", 9),
+        column("FLOPs", lambda op: amount(op.flops), ">", 7),
+        column("bytes", lambda op: amount(op.bytes), ">", 7),
+    )
+    bold = ["bold" if op is None else "" for op in listed]
+    table = Table("operations", names, columns, _WIDTH, bold, longest=44, least=44)
+    yield from table.text(color=paint.color).splitlines()
+
+
+def _operands(op: Operation) -> str:
+    """Returns the dtypes of the first two operands, and whether there are more."""
+    return " ".join(map(short, op.operands[:2])) + (" .." if len(op.operands) > 2 else "")
 
 
 def _rows(module: ModuleNode) -> list[Operation]:
@@ -183,24 +205,18 @@ def _contents(module: ModuleNode) -> Any:
     return tuple(_rows(module)), tuple(children)
 
 
-def _lines(module: ModuleNode, depth: int, total: int, paint: Paint) -> Iterator[str]:
+def _lines(module: ModuleNode, depth: int, total: int) -> Iterator[tuple[str, Operation | None]]:
+    """Yields the lines of a module: of each operation with its name, of each module with None."""
+    indent = "  " * depth
     for op in _rows(module):
-        name = f"{'  ' * (depth + 1)}{operation_name(op)}{' backward' * op.is_backward}"
-        dtypes = " ".join(map(short, op.operands[:2])) + ("" if len(op.operands) < 3 else " ..")
-        columns = (
-            f"{dtypes:<16}{short(op.accumulation):<9}{short(op.result):<8}{op.count:>9}"
-            f"{amount(op.flops):>9}{amount(op.bytes):>9}"
-        )
-        style = "warn" if op.accumulation in HALVES else "dim"
-        yield f"{name:<48}{paint(style, columns)}"
+        yield f"{indent}{operation_name(op)}{' backward' * op.is_backward}", op
     # Modules of equal content whose names differ in a number.
     alike: dict[Any, tuple[list[str], ModuleNode]] = {}
     for name, child in module.children.items():
         alike.setdefault((_form(name), _contents(child)), ([], child))[0].append(name)
     for names, child in alike.values():
         flops = child.flops * len(names)
-        share = f"{flops / total:.1%} of FLOPs" if total and flops else ""
+        share = f"  {flops / total:.1%} of FLOPs" if total and flops else ""
         share += f"; matmuls: {child.matmul_shares}" if child.matmul_shares else ""
-        shown = paint("bold", folded_pattern(names, module.children))
-        yield f"{'  ' * (depth + 1)}{shown}{'  ' + paint('dim', share) if share else ''}"
-        yield from _lines(child, depth + 1, total, paint)
+        yield f"{indent}{folded_pattern(names, module.children)}{share}", None
+        yield from _lines(child, depth + 1, total)
