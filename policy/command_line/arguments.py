@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import difflib
@@ -21,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from policy.inspect.estimate.estimate import DEFAULT
 from policy.inspect.estimate.search import CHECKPOINT_POLICIES, remat_policy
 from policy.inspect.estimate.steps import are_results, example_call, required_arguments
+from policy.inspect.estimate.targets import Target
 from policy.inspect.hlo.text import numpy_name
 from policy.inspect.traced.call import checked_policy
 
@@ -108,6 +109,25 @@ def target_of(text: str) -> Any:
     return value
 
 
+def read_by(parse: Callable[[str], Any], expected: str = "") -> Callable[[str], Any]:
+    """Returns the `type` of an option: a function of its text that says how the text should be.
+
+    Args:
+      parse: returns the value of a text; it may raise what Python does for a malformed one.
+      expected: the form of the text; "" if the message of `parse` says it.
+    """
+
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+            shown = text if len(text) <= 100 else f"{text[:97]}..."
+            message = f"{shown!r} should be {expected}." if expected else str(error)
+            raise argparse.ArgumentTypeError(message) from None
+
+    return read
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, 1)
     return f" Did you mean {near[0]!r}?" if near else ""
@@ -145,31 +165,17 @@ def _of_name(name: str) -> ModuleType:
 
 
 def _of_file(path: Path) -> ModuleType:
-    """Imports a file, even if another module has the same name.
-
-    Then it is run under a name that no import can have.
-    """
+    """Runs a file as a module, under a name that no import can have; its folder can be imported."""
     if not path.is_file():
         raise CommandError(f"there is no file {str(path)!r} here.")
     resolved = path.resolve()
     sys.path.insert(0, str(resolved.parent))
-    importlib.invalidate_caches()
-    found = sys.modules.get(path.stem) or (
-        importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
-    )
-    origin = getattr(found, "origin", None) or getattr(found, "__file__", None)
-    if origin is not None and Path(origin).resolve() == resolved:
-        return importlib.import_module(path.stem)
     name = f"audited file {resolved}"
     spec = importlib.util.spec_from_file_location(name, resolved)
     if spec is None or spec.loader is None:
         raise ImportError(f"Python has no loader for {resolved}.")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+    spec.loader.exec_module(module)
     return module
 
 
@@ -223,21 +229,9 @@ _LARGEST = 2**63 - 1  # dimension that JAX can count to
 
 
 def parse_argument(text: str) -> Any:
-    """Parses an --arg text: ``bf16[8,128]``, ``key``, ``3``, ``{'w': f32[8,8]}``.
-
-    Raises:
-      CommandError: it is none of these.
-    """
-    try:
-        of_scalars = re.sub(r"(\w)\s*\[\s*\]", r"\1[()]", text.strip())
-        return _value(ast.parse(of_scalars, mode="eval").body)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        # every error of a malformed literal
-        shown = text if len(text) <= 100 else f"{text[:97]}..."
-        raise CommandError(
-            f"--arg {shown!r} can't be read: give a shape such as bf16[8,128] or f32[], "
-            "'key', a Python number or string, or a list, tuple or dict of these."
-        ) from None
+    """Returns the value of an --arg: ``bf16[8,128]``, ``key``, ``3``, ``{'w': f32[8,8]}``."""
+    of_scalars = re.sub(r"(\w)\s*\[\s*\]", r"\1[()]", text.strip())
+    return _value(ast.parse(of_scalars, mode="eval").body)
 
 
 def _value(node: ast.expr | None) -> Any:
@@ -266,158 +260,69 @@ def _array(name: str, sizes: tuple[Any, ...]) -> jax.ShapeDtypeStruct:
         dtype = jnp.dtype(full)
         held = jax.eval_shape(lambda: jnp.zeros((), jax.dtypes.canonicalize_dtype(dtype))).dtype
     except (TypeError, ValueError):
-        raise CommandError(
-            f"--arg: {name!r} is not a dtype. Known are bf16, f16, f32, f64, i8 to i64, u8 to u64, "
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is not a dtype. Known are bf16, f16, f32, f64, i8 to i64, u8 to u64, "
             "bool, c64, and the full names."
         ) from None
     if held != dtype:
-        raise CommandError(
-            f"--arg: JAX uses {held.name} instead of {dtype.name} here. Set JAX_ENABLE_X64=1, or "
+        raise argparse.ArgumentTypeError(
+            f"JAX uses {held.name} instead of {dtype.name} here. Set JAX_ENABLE_X64=1, or "
             f"ask for {held.name}."
         )
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 # --------------------------------------------------------------------------------------------------
-# The mesh, the shardings and the donated arguments of an estimate
+# The rows, the mesh, the shardings and the donated arguments of an estimate
 # --------------------------------------------------------------------------------------------------
 
+NamedRow = tuple[str, tuple[str, dict[str, Any]]]  # a name; a policy's text, the example's options
 
-def batches_of(text: str | None) -> list[int] | None:
-    """Returns numbers of examples from ``256,512``.
-
-    >>> batches_of("256,512")
-    [256, 512]
-
-    Raises:
-      CommandError: the text has another form.
-    """
-    if text is None:
-        return None
-    if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text, re.ASCII):
-        raise CommandError(f"--batch {text!r} should be numbers of examples, as in 256,512.")
-    return [int(part) for part in text.split(",")]
+_OPTION = re.compile(r"\s+(?=[A-Za-z_]\w*=)")
+_REMATS = re.compile(rf",(?=\s*(?:{'|'.join(CHECKPOINT_POLICIES)}|names:))")
 
 
-def remats_of(text: str | None) -> list[str] | None:
-    """Returns names of checkpoint policies from ``full,names:a,b,none``, where a and b stay
-    together.
+def targets_in(text: str) -> list[Target]:
+    """Returns the targets of ``v5e:4x4,h100``, each once."""
+    names = dict.fromkeys(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise ValueError("It names no devices: give v5e:4x4, h100, cpu or here.")
+    return list(map(Target, names))
 
-    >>> remats_of("full,names:a,b,none")
+
+def whole_numbers(text: str) -> list[int]:
+    """Returns the numbers of ``256,512``."""
+    return list(map(int, text.split(",")))
+
+
+def remats_in(text: str) -> list[str]:
+    """Returns the names of checkpoint policies in ``full,names:a,b,none``: a and b stay together.
+
+    >>> remats_in("full,names:a,b,none")
     ['full', 'names:a,b', 'none']
-
-    Raises:
-      CommandError: there is no such policy.
     """
-    if text is None:
-        return None
-    found: list[str] = []
-    for part in filter(None, map(str.strip, text.split(","))):
-        is_saved = found and found[-1].startswith("names:") and ":" not in part
-        if is_saved and part not in CHECKPOINT_POLICIES:
-            found[-1] += f",{part}"
-        else:
-            found.append(part)
-    with prefixed_errors(f"--remat {text!r}"):
-        for name in found or [text]:
-            remat_policy(name)
+    found = list(map(str.strip, _REMATS.split(text)))
+    for name in found:
+        remat_policy(name)
     return found
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """Returns the axes of a mesh from ``data=16,model=16``.
+    """Returns the axes of a mesh and their sizes from ``data=16,model=16``."""
+    pairs = (part.split("=") for part in text.split(","))
+    return {name.strip(): int(size) for name, size in pairs}
 
-    >>> mesh_sizes("data=16,model=16")
-    {'data': 16, 'model': 16}
 
-    Raises:
-      CommandError: the text has another form.
+def sharding_in(text: str) -> tuple[int, PartitionSpec]:
+    """Returns the position of an argument and its spec from ``2=data+fsdp,None``.
+
+    >>> position, spec = sharding_in("2=data+fsdp,None")
+    >>> position, tuple(spec)
+    (2, (('data', 'fsdp'), None))
     """
-    pairs = [part.strip().split("=", 1) for part in text.split(",")]
-    for name, *size in pairs:
-        if not name.isidentifier() or not re.fullmatch(r"[1-9]\d*", "".join(size), re.ASCII):
-            raise CommandError(
-                f"--mesh {text!r} should be axes and their sizes, as in data=16,model=16."
-            )
-    return {name: int(size) for name, size in pairs}
-
-
-def shardings_of(texts: list[str]) -> dict[int, PartitionSpec] | None:
-    """Returns the specs of arguments, by position, from texts such as ``2=data+fsdp,None``.
-
-    >>> tuple(shardings_of(["2=data+fsdp,None"])[2])
-    (('data', 'fsdp'), None)
-
-    Raises:
-      CommandError: a text has another form, or two are about one argument.
-    """
-    found: dict[int, PartitionSpec] = {}
-    for text in texts:
-        position, equals, axes = text.partition("=")
-        if not equals or not re.fullmatch(r"\s*\d+\s*", position, re.ASCII):
-            raise CommandError(
-                f"--shard {text!r} should be an argument's position and axes of the mesh, as in "
-                "0=data or 2=data,None."
-            )
-        if int(position) in found:
-            raise CommandError(f"--shard is given twice for the argument {int(position)}.")
-        parts = [tuple(axis.strip() for axis in part.split("+")) for part in axes.split(",")]
-        entries = [None if part == ("None",) else part for part in parts]
-        found[int(position)] = PartitionSpec(*entries)
-    return found or None
-
-
-def positions_of(text: str | None) -> tuple[int, ...] | None:
-    """Returns positions of arguments from ``0,1``.
-
-    >>> positions_of("0,1")
-    (0, 1)
-
-    Raises:
-      CommandError: the text has another form.
-    """
-    if text is None:
-        return None
-    if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text, re.ASCII):
-        raise CommandError(f"--donate {text!r} should be positions of arguments, as in 0,1.")
-    return tuple(int(part) for part in text.split(","))
-
-
-# --------------------------------------------------------------------------------------------------
-# The rows of an estimate
-# --------------------------------------------------------------------------------------------------
-
-NamedRows = dict[str, tuple[str, dict[str, Any]]]  # a policy's text and options by name
-
-_OPTION = re.compile(r"\s+(?=[A-Za-z_]\w*=)")
-_FIELD = re.compile(r"(params|compute|output|reduction|matmul|inputs|[pcorm])=")
-
-
-def rows_to_estimate(policies: str | None, rows: list[str]) -> NamedRows:
-    """Returns rows by name, each a policy's text and its options, from --policies and --row.
-
-    >>> rows_to_estimate("f32,p=f32,c=bf16", ["low=bf16 moments='int8' steps=2 mode=auto"])
-    {'f32': ('f32', {}),
-     'p=f32,c=bf16': ('p=f32,c=bf16', {}),
-     'low': ('bf16', {'moments': 'int8', 'steps': 2, 'mode': 'auto'})}
-
-    Raises:
-      CommandError: a text is no policy or no row, or two rows have one name.
-    """
-    if policies is None:
-        policies = "" if rows else ",".join(DEFAULT)
-    texts = policies_in(policies)
-    if not texts and not rows:
-        raise CommandError(f"--policies {policies!r} names no policy: give f32,mixed_bfloat16.")
-    with prefixed_errors("--policies"):
-        for text in texts:
-            checked_policy(text)
-    found: NamedRows = {}
-    for name, policy, options in [*((text, text, {}) for text in texts), *map(_row, rows)]:
-        if name in found:
-            raise CommandError(f"Two rows are named {name!r}: drop one, or name it by --row.")
-        found[name] = policy, options
-    return found
+    position, axes = text.split("=")
+    parts = [tuple(map(str.strip, part.split("+"))) for part in axes.split(",")]
+    return int(position), PartitionSpec(*(None if part == ("None",) else part for part in parts))
 
 
 def policies_in(text: str) -> list[str]:
@@ -426,45 +331,54 @@ def policies_in(text: str) -> list[str]:
     A field that repeats begins the next policy.
     """
     found: list[str] = []
-    fields: set[str] = set()
     for part in filter(None, map(str.strip, text.split(","))):
-        field = _FIELD.match(part)
-        name = field[1][0] if field else ""
-        if field and fields and name not in fields:
+        field, equals, _ = part.partition("=")
+        last = found[-1] if found else ""
+        fields = [each.partition("=")[0][0] for each in last.split(",") if "=" in each]
+        if equals and fields and field[0] not in fields:
             found[-1] += f",{part}"
-            fields.add(name)
         else:
             found.append(part)
-            fields = {name} if field else set()
+    for policy in found:
+        checked_policy(policy)
     return found
 
 
-def _row(text: str) -> tuple[str, str, dict[str, Any]]:
-    """Returns the name, the policy's text and the options of a --row."""
-    name, equals, rest = text.partition("=")
-    policy, *options = _OPTION.split(f" {rest.strip()}".strip()) if rest.strip() else [""]
-    if not equals or not name.strip() or not policy:
-        raise CommandError(
-            f"--row {text!r} should be NAME=POLICY and the example's options, as in "
-            "\"low=bfloat16 moments='int8'\"."
-        )
-    found = dict(_option(option, text) for option in options)
-    if len(found) != len(options):
-        raise CommandError(f"--row {text!r} gives an option twice.")
-    with prefixed_errors(f"--row {text!r}"):
-        checked_policy(policy.strip())
-    return name.strip(), policy.strip(), found
+def row_in(text: str) -> NamedRow:
+    """Returns the name of a --row, and its policy's text and options for the example.
+
+    >>> row_in("low=bf16 moments='int8' steps=2 mode=auto")
+    ('low', ('bf16', {'moments': 'int8', 'steps': 2, 'mode': 'auto'}))
+    """
+    name, rest = map(str.strip, text.split("=", 1))
+    policy, *options = _OPTION.split(rest)
+    checked_policy(policy.strip())
+    pairs = [map(str.strip, option.split("=", 1)) for option in options]
+    found = {option: _option(value) for option, value in pairs}
+    if not name or len(found) != len(options):
+        raise ValueError("It lacks a name, or gives an option twice.")
+    return name, (policy.strip(), found)
 
 
-def _option(text: str, row: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    value = value.strip()
+def _option(text: str) -> Any:
+    """Returns the value of an example's option: a Python literal, or a word."""
     try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        if re.fullmatch(r"[\w.:/+-]+", value):
-            return name, value
-        raise CommandError(
-            f"--row {row!r}: the option {name}={value} should be a word or a Python literal, such "
-            "as 3, None, 'int8' or (1, 2)."
-        ) from None
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        if re.fullmatch(r"[\w.:/+-]+", text):
+            return text
+        raise
+
+
+def by_name(pairs: Iterable[tuple[Any, Any]], what: str) -> dict[Any, Any]:
+    """Returns a dict of pairs, and rejects a key that is given twice.
+
+    Raises:
+      CommandError: the message says `what` has the key twice.
+    """
+    found: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise CommandError(f"{what} has {key!r} twice: drop one.")
+        found[key] = value
+    return found

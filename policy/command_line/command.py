@@ -3,46 +3,45 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
+import functools
 import inspect
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from policy.command_line.arguments import (
     CommandError,
-    batches_of,
+    by_name,
     call_of,
-    did_you_mean,
     mesh_sizes,
     parse_argument,
-    positions_of,
+    policies_in,
     prefixed_errors,
-    remats_of,
+    read_by,
+    remats_in,
     require_arguments,
-    rows_to_estimate,
+    row_in,
     running_users_code,
-    shardings_of,
+    sharding_in,
     target_of,
+    targets_in,
+    whole_numbers,
 )
 from policy.command_line.port import port_files
 from policy.command_line.watch import show_run
-from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.inspect.audit.audit import audit
 from policy.inspect.audit.findings import FINDING_KINDS
-from policy.inspect.estimate.estimate import estimate
+from policy.inspect.estimate.estimate import DEFAULT, estimate
 from policy.inspect.estimate.search import MOST_COMPILES
 from policy.inspect.estimate.targets import Target
 from policy.inspect.runs.advice import ADVICE_KINDS
-from policy.inspect.suggest.on_target import require_timed
 from policy.inspect.suggest.suggest import POINTS, suggest
 from policy.inspect.traced.call import checked_policy
 
@@ -57,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       --fail-on-oom, or advice with --fail-on-advice; 2 for an error; 141 where the reader of the
       output has left.
     """
-    options = _parser().parse_args(argv)
     try:
+        options = _parser().parse_args(argv)
         status = options.run(options)
         sys.stdout.flush()
         return status
@@ -85,9 +84,9 @@ def _number(metavar: str, default: int, text: str) -> dict[str, Any]:
     return _option(metavar, f"{text} (%(default)s)", type=int, default=default)
 
 
-def _repeatable(metavar: str, text: str) -> dict[str, Any]:
+def _repeatable(metavar: str, text: str, **more: Any) -> dict[str, Any]:
     """Returns an option that may be given several times."""
-    return _option(metavar, text, action="append", default=[])
+    return _option(metavar, text, action="append", default=[], **more)
 
 
 def _switch(text: str) -> dict[str, Any]:
@@ -104,13 +103,24 @@ _CALL = {
         "ARG",
         "an argument: a shape (bf16[8,128], i32[4], f32[]), 'key', a Python number or string, or "
         "a list, tuple or dict of these; repeat it for each argument",
+        type=read_by(
+            parse_argument,
+            "a shape such as bf16[8,128] or f32[], 'key', a Python number or string, or a list, "
+            "tuple or dict of these",
+        ),
     ),
     "--backward": _switch("include the gradients"),
     "--params": _repeatable(
-        "ARGUMENT", "an argument to differentiate with --backward, by position or name; repeatable"
+        "ARGUMENT",
+        "an argument to differentiate with --backward, by position or name; repeatable",
+        type=lambda text: int(text) if text.isdecimal() else text,
     ),
 }
-_POLICY = {"--policy": _option("TEXT", "the policy to run under, such as mixed_bfloat16")}
+_POLICY = {
+    "--policy": _option(
+        "TEXT", "the policy to run under, such as mixed_bfloat16", type=read_by(checked_policy)
+    )
+}
 _RULES = {
     "--rule": _repeatable(
         "PATH=TEXT",
@@ -122,13 +132,17 @@ _AUDIT = {
     **_POLICY,
     **_RULES,
     **_JSON,
-    "--ignore": _repeatable("KIND", "leave out findings of a kind; repeatable"),
+    "--ignore": _repeatable(
+        "KIND", "leave out findings of a kind; repeatable", choices=FINDING_KINDS
+    ),
     "--fail-on-findings": _switch("exit with 1 if there are findings"),
 }
 _SUGGEST = {
     **_POLICY,
     "--error": _option("ERROR", "the relative error allowed; optional with --on", type=float),
-    "--on": _option("TARGET", "get cost from a target's compiler, such as v5e:1x1 or h100"),
+    "--on": _option(
+        "TARGET", "get cost from a target's compiler, such as v5e:1x1 or h100", type=read_by(Target)
+    ),
     "--points": _number(
         "COUNT", POINTS, "the largest number of points of the front; each compiles a program"
     ),
@@ -139,28 +153,39 @@ _ESTIMATE = {
         "v5e:4x4, h100, h100:8, my.json:8, cpu or here (%(default)s); or several, separated by "
         "commas, with a table for each",
         default="here",
+        type=read_by(targets_in),
     ),
     "--policies": _option(
         "TEXTS",
         "a row for each, separated by commas: f32,mixed_bfloat16,p=f32,c=bf16 "
         "(float32,mixed_bfloat16,bfloat16 if there is no --row)",
+        type=read_by(policies_in),
     ),
     "--row": _repeatable(
         "NAME=TEXT",
         "a named row, with options for the example: \"low=bf16 moments='int8'\"; repeatable",
+        type=read_by(
+            row_in,
+            "NAME=POLICY and the example's options, words or Python literals, as in "
+            "\"low=bfloat16 moments='int8'\"",
+        ),
     ),
     **_RULES,
     "--batch": _option(
-        "COUNTS", "a row for each number of examples, the example's parameter batch: 256,512"
+        "COUNTS",
+        "a row for each number of examples, the example's parameter batch: 256,512",
+        type=read_by(whole_numbers, "numbers of examples, as in 256,512"),
     ),
     "--remat": _option(
         "NAMES",
         "a row for each checkpoint policy, the example's parameter remat: full, dots_saveable, "
         "dots_with_no_batch_dims_saveable, names:a,b, none; separated by commas",
+        type=read_by(remats_in),
     ),
     "--mesh": _repeatable(
         "AXES",
         "the mesh axes and their sizes, such as data=16,model=16; repeat it for rows of each mesh",
+        type=read_by(mesh_sizes, "axes and their sizes, as in data=16,model=16"),
     ),
     "--max-compiles": _number(
         "COUNT", MOST_COMPILES, "the largest number of programs that a search compiles"
@@ -169,8 +194,16 @@ _ESTIMATE = {
         "ARGUMENT=AXES",
         "the position of an argument and the mesh axes that its arrays are sharded over: 0=data, "
         "1=data,None or 2=data+fsdp,model; repeatable",
+        type=read_by(
+            sharding_in,
+            "an argument's position and axes of the mesh, as in 0=data or 2=data,None",
+        ),
     ),
-    "--donate": _option("ARGUMENTS", "positions of donated arguments, such as 0,1"),
+    "--donate": _option(
+        "ARGUMENTS",
+        "positions of donated arguments, such as 0,1",
+        type=read_by(whole_numbers, "positions of arguments, as in 0,1"),
+    ),
     **_JSON,
     "--fail-on-oom": _switch("exit with 1 if a row does not fit in memory"),
     "--quiet": _switch("show no progress"),
@@ -205,8 +238,15 @@ _HELP = """
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are those of the commands."""
+
+    def error(self, message: str) -> NoReturn:
+        raise CommandError(message.removeprefix("argument "))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m policy",
         description=inspect.cleandoc(_HELP),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -233,20 +273,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _call_of(options: argparse.Namespace) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-    given = [parse_argument(text) for text in options.arg]
-    return call_of(target_of(options.target), given, options.target)
-
-
 def _params_of(options: argparse.Namespace) -> list[int | str] | None:
     if options.params and not options.backward:
         raise CommandError("--params selects the arguments to differentiate: give --backward too.")
-    return [int(name) if name.isdecimal() else name for name in options.params] or None
-
-
-def _policy_of(options: argparse.Namespace) -> Policy | None:
-    with prefixed_errors(f"--policy {options.policy}"):
-        return checked_policy(options.policy)
+    return options.params or None
 
 
 def _rules_of(options: argparse.Namespace) -> PolicyRules | None:
@@ -275,18 +305,11 @@ def _audit(options: argparse.Namespace) -> int:
             x = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
             return model.apply, (jax.eval_shape(model.init, jax.random.key(0), x), x)
     """
-    for kind in options.ignore:
-        if kind not in FINDING_KINDS:
-            hint = f"{did_you_mean(kind, FINDING_KINDS)} --help lists them all."
-            raise CommandError(f"--ignore {kind!r} is not a kind of finding.{hint}")
     _require_output(options.json)
-    fn, args, kwargs = _call_of(options)
-    policy, rules = _policy_of(options), _rules_of(options)
-    if rules is not None and policy is None:
-        raise CommandError("--rule makes exceptions to a policy: give --policy too.")
-    asked = {"backward": options.backward, "params": _params_of(options)}
+    fn, args, kwargs = call_of(target_of(options.target), options.arg, options.target)
+    asked = {"policy": options.policy, "rules": _rules_of(options), "params": _params_of(options)}
     with running_users_code(f"{options.target} can't be traced"):
-        report = audit(fn, *args, policy=policy, rules=rules, **asked, **kwargs)
+        report = audit(fn, *args, backward=options.backward, **asked, **kwargs)
     findings = tuple(one for one in report.findings if one.kind not in options.ignore)
     report = dataclasses.replace(report, name=options.target, findings=findings)
     _write_report(report.show, options.json, report.to_json)
@@ -305,16 +328,12 @@ def _suggest(options: argparse.Namespace) -> int:
     The function runs. Arguments that are shapes are filled with numbers from a normal distribution:
     give arrays of your own data for figures that hold for it.
     """
-    if options.on is not None:
-        with prefixed_errors("--on"):
-            require_timed(Target(options.on))
-    fn, args, kwargs = _call_of(options)
+    fn, args, kwargs = call_of(target_of(options.target), options.arg, options.target)
     args, kwargs = jax.tree.map(_filled, (tuple(args), kwargs))
-    policy, params = _policy_of(options), _params_of(options)
-    chosen = ("error", "backward", "on", "points")
-    asked = {name: getattr(options, name) for name in chosen}
+    chosen = ("policy", "error", "backward", "on", "points")
+    asked = {name: getattr(options, name) for name in chosen} | {"params": _params_of(options)}
     with running_users_code(f"{options.target} can't be run"):
-        found = suggest(fn, *args, policy=policy, params=params, **asked, **kwargs)
+        found = suggest(fn, *args, **asked, **kwargs)
     print(found)
     return 0
 
@@ -348,26 +367,20 @@ def _estimate(options: argparse.Namespace) -> int:
     parameter `mesh`. Several values of --batch, --remat and --mesh make a row for each combination;
     the rows that no other beats in both time and memory are marked.
     """
-    names = list(dict.fromkeys(name.strip() for name in options.on.split(",") if name.strip()))
-    if not names:
-        raise CommandError("--on names no devices: give v5e:4x4, h100, cpu or here.")
-    with prefixed_errors("--on"):
-        targets = [Target(name) for name in names]
+    targets = options.on
     given = _asked_of_estimate(options)
     searched = [name for name in ("batch", "remat") if given[name] is not None]
     _require_output(options.json, count=len(targets))
     # JAX traces here, and compiles for elsewhere: it need not look for accelerators.
     if not os.environ.get("JAX_PLATFORMS") and all(target.kind != "here" for target in targets):
         jax.config.update("jax_platforms", "cpu")
-    args = tuple(parse_argument(text) for text in options.arg)
     fn = target_of(options.target)
-    require_arguments(fn, args, options.target, passed=("mesh", *searched))
+    require_arguments(fn, options.arg, options.target, passed=("mesh", *searched))
     is_lacking = False
     for i, target in enumerate(targets):
-        failure = f"{options.target} can't be estimated on {target.name}"
-        shown = contextlib.nullcontext() if options.quiet else row_progress(target.name)
-        with running_users_code(failure), shown as progress:
-            found = estimate(fn, *args, on=target, progress=progress, **given)
+        progress = None if options.quiet else functools.partial(_show_progress, target.name)
+        with running_users_code(f"{options.target} can't be estimated on {target.name}"):
+            found = estimate(fn, *options.arg, on=target, progress=progress, **given)
         if i:
             print()
         found = dataclasses.replace(found, name=options.target)
@@ -375,6 +388,11 @@ def _estimate(options: argparse.Namespace) -> int:
         _write_report(found.show, _named(options.json, of), found.to_json)
         is_lacking |= any(row.fits is False for row in found.rows)
     return int(bool(options.fail_on_oom and is_lacking))
+
+
+def _show_progress(target: str, name: str, done: int, total: int) -> None:
+    """Writes a line to the standard error before a row is compiled."""
+    print(f"{target} {done + 1}/{total} {name}", file=sys.stderr, flush=True)
 
 
 def _watch(options: argparse.Namespace) -> int:
@@ -404,22 +422,25 @@ def _port(options: argparse.Namespace) -> int:
 
 
 def _asked_of_estimate(options: argparse.Namespace) -> dict[str, Any]:
+    policies = options.policies
+    if policies is None:
+        policies = () if options.row else DEFAULT
+    rows = [*((text, (text, {})) for text in policies), *options.row]
+    if not rows:
+        raise CommandError("--policies names no policy: give f32,mixed_bfloat16.")
     return {
-        "policies": rows_to_estimate(options.policies, options.row),
+        "policies": by_name(rows, "--policies or --row"),
         "rules": _rules_of(options),
-        "batch": batches_of(options.batch),
-        "remat": remats_of(options.remat),
-        "mesh": [mesh_sizes(text) for text in options.mesh] or None,
-        "max_compiles": options.max_compiles,
-        "shardings": shardings_of(options.shard),
-        "donate": positions_of(options.donate),
-        "backward": options.backward,
+        "mesh": options.mesh or None,
+        "shardings": by_name(options.shard, "--shard") or None,
         "params": _params_of(options),
+        **{name: getattr(options, name) for name in ("batch", "remat", "donate", "backward")},
+        "max_compiles": options.max_compiles,
     }
 
 
 # --------------------------------------------------------------------------------------------------
-# Reports and progress
+# Reports
 # --------------------------------------------------------------------------------------------------
 
 
@@ -467,42 +488,3 @@ def _named(name: str | None, target: str) -> str | None:
         return name
     words = "".join(c if c.isalnum() else "-" for c in target)
     return str(Path(name).with_stem(f"{Path(name).stem}-{words}"))
-
-
-@contextlib.contextmanager
-def row_progress(prefix: str, file: TextIO | None = None) -> Iterator[Callable[..., None]]:
-    """Writes a line for each row that is compiled: its name at once, its seconds when it is done.
-
-    It yields the `progress` of `policy.estimate`.
-
-    >>> import sys
-    >>> with row_progress("v5e:4x4", file=sys.stdout) as progress:
-    ...     progress("float32", 0, 2)
-    ...     progress("bfloat16", 1, 2)
-    v5e:4x4 1/2 float32: ... s
-    v5e:4x4 2/2 bfloat16: ... s
-
-    Args:
-      prefix: the beginning of each line.
-      file: the standard error if None.
-    """
-    started: list[float] = []
-
-    def write(text: str) -> None:
-        print(text, end="", file=sys.stderr if file is None else file, flush=True)
-
-    def finish(mark: str = "") -> None:
-        if started:
-            write(f"{time.monotonic() - started.pop():.1f} s{mark}\n")
-
-    def progress(name: str, done: int, total: int) -> None:
-        finish()
-        write(f"{prefix} {done + 1}/{total} {name}: ")
-        started.append(time.monotonic())
-
-    try:
-        yield progress
-    except BaseException:
-        finish(" (failed)")
-        raise
-    finish()
