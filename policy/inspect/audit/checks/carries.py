@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
@@ -160,7 +159,7 @@ def _sum(before: Value, after: Value, gates: set[Value]) -> Node | None:
     """Returns the addition that makes the next value of a half-precision state, or None."""
     if not is_narrow(before.dtype):
         return None
-    share = share_of(before, after, gates, statistics=True)
+    share = share_of(before, after, gates)
     if share is None or share.factor <= 0 or (share.is_exact and share.factor < _MOST):
         return None
     is_counter = not before.shape  # a counter of calls adds a literal
@@ -205,16 +204,12 @@ class Share(NamedTuple):
       factor: the coefficient of the carry. Numbers that the program computes count as 1.
       is_exact: whether the coefficient is known.
       scaled: whether the carry was multiplied by anything.
-      is_gated: whether a term that depends on a gate was added.
-      is_gate_scaled: whether such a sum was multiplied by anything.
       sums: the additions on the way from the carry, the last one first, and the terms of each.
     """
 
     factor: float
     is_exact: bool = True
     scaled: bool = False
-    is_gated: bool = False
-    is_gate_scaled: bool = False
     sums: Mapping[Node, tuple[Value, ...]] = {}
 
     @property
@@ -230,7 +225,6 @@ def share_of(
     *,
     scales: bool = True,
     gradients: bool = True,
-    statistics: bool = False,
 ) -> Share | None:
     """Returns the share of a carry in a value of the same iteration of a loop, or None.
 
@@ -242,11 +236,9 @@ def share_of(
       carry: the carry at the start of the iteration.
       value: the value in question.
       gates: the values that gate others. A carry has no share if it is multiplied by a factor that
-        depends on a gate or on the carry, or if a sum with a term that depends on a gate is scaled.
+        depends on a gate or on the carry.
       scales: whether the carry may be multiplied.
       gradients: whether gradients with respect to the carry count as independent of it.
-      statistics: whether reductions of the carry, such as its norm or mean, count as independent of
-        it in the terms added to it.
     """
     shares: dict[Value, Share | None] = {carry: Share(1.0)}
     gated = {carry, *gates}
@@ -254,13 +246,12 @@ def share_of(
         if not gated.isdisjoint(node.inputs):
             gated.update(node.outputs)
         mine = [one for one in node.inputs if one in shares]
-        if mine and not (statistics and _is_statistic(node)):
+        if mine:
             shares.update(
                 (out, _made(node, out, mine, shares, gated, scales)) for out in node.outputs
             )
     share = shares.get(value)
-    is_none = share is None or share.is_gate_scaled or _is_compensated(carry, share)
-    return None if is_none else share
+    return None if share is None or _is_compensated(carry, share) else share
 
 
 def _made(
@@ -293,7 +284,6 @@ def _made(
     if is_addition or applies or node.kind == "scatter-add":
         return share._replace(
             factor=-share.factor if node.name == "sub" and is_right else share.factor,
-            is_gated=share.is_gated or any(one in gated for one in others),
             sums={node: others, **share.sums},
         )
     if node.name == "neg":
@@ -323,8 +313,6 @@ def _chosen(shares: list[Share | None]) -> Share | None:
     largest = max(held, key=lambda share: (bool(share.terms), share.scaled))
     return largest._replace(
         is_exact=all(one.is_exact and one.factor == largest.factor for one in held),
-        is_gated=any(one.is_gated for one in held),
-        is_gate_scaled=any(one.is_gate_scaled for one in held),
         sums={node: terms for one in held for node, terms in one.sums.items()},
     )
 
@@ -342,31 +330,13 @@ def _summed(node: Node, first: Share | None, second: Share | None) -> Share | No
 
 def _scaled(share: Share, node: Node, by: Value) -> Share:
     """Returns the share in a product with a factor, or in a quotient by it."""
-    number, is_exact = _number(by)
+    # A number that the program computes counts as 1.
+    number, is_exact = (float(by.array.real), True) if by.is_literal else (1.0, False)
     return share._replace(
         factor=share.factor / number if node.name == "div" and number else share.factor * number,
         is_exact=share.is_exact and is_exact,
         scaled=True,
-        is_gate_scaled=share.is_gated,
     )
-
-
-def _number(value: Value, depth: int = 8) -> tuple[float, bool]:
-    """Returns a factor, and whether it is known.
-
-    A computed factor counts as 1, multiplied by the literals and signs that the program applies to
-    it.
-    """
-    if value.is_literal:
-        return float(value.array.real), True
-    maker = value.maker
-    is_product = maker is not None and maker.name in ops.SCALINGS and maker.name != "div"
-    if maker is None or not (is_product or is_view(maker)) or not maker.inputs or not depth:
-        return 1.0, False
-    operands = maker.inputs if maker.name == "mul" else maker.inputs[:1]
-    factors = [_number(operand, depth - 1) for operand in operands]
-    number = math.prod(factor for factor, _ in factors)
-    return -number if maker.name == "neg" else number, all(is_known for _, is_known in factors)
 
 
 def _is_compensated(carry: Value, share: Share) -> bool:
@@ -382,10 +352,6 @@ def _is_compensated(carry: Value, share: Share) -> bool:
         all(made_of(one, is_view) in ends for one in node.inputs) and _goes_on(node.out)
         for node in differences
     )
-
-
-def _is_statistic(node: Node) -> bool:
-    return node.kind == "reduction" or node.name in ops.EXTREMES
 
 
 def _goes_on(value: Value) -> bool:
