@@ -9,13 +9,12 @@ import re
 from collections.abc import Iterator, Mapping
 
 from policy.inspect.hlo.dump import ResultPlace
-from policy.inspect.hlo.kernels import add_to, everywhere
-from policy.inspect.hlo.text import Computation, Instruction, Module
+from policy.inspect.hlo.kernels import add_to
+from policy.inspect.hlo.text import Instruction, Module
 from policy.programs.module_paths import lost_prefixes, module_path
 from policy.programs.paths import Path, naming, path_of, spelled
 from policy.programs.reading.walk import users_line
 
-_COSTLY = ("dot", "convolution", "custom-call", "reduce", "scatter", "gather", "sort")
 # Instructions that move or convert a value, of which XLA adds some without a name.
 _MOVING = ("copy", "convert", "transpose", "reshape", "slice", "all-gather", "broadcast", "pad")
 _WITHOUT_EFFECT = ("bitcast", "optimization-barrier", "opt-barrier")
@@ -140,8 +139,8 @@ class Makers:
     def maker_of(self, place: ResultPlace) -> Maker | None:
         """Returns the maker of a value.
 
-        A fusion without a name has that of its root, or of its costliest operation; a loop's state
-        that of its body's result.
+        The maker of a fusion without a name is that of the root, or the last operation with a name;
+        of a loop's state, it is the maker of the body's result.
 
         Returns:
           None if the program has no such instruction.
@@ -157,18 +156,20 @@ class Makers:
             return None
         seen.add(part)
         instruction, index = part
-        if instruction.opcode in _PASSING:
-            for source in _sources(instruction, index):
-                if found := self._made(source, seen):
-                    return found
-            is_parameter = instruction.opcode == "parameter"
-            is_argument = is_parameter and instruction.computation is self.program.entry
-            return Maker(instruction) if is_argument or self._is_named(instruction) else None
-        if instruction.opcode == "fusion":
-            return self._fused(instruction, index, seen)
-        if self._is_named(instruction):
+        if not index and instruction.opcode not in _PASSING and self._is_named(instruction):
             return Maker(instruction, stacked=self._stacked(instruction))
-        return self._moved(instruction, instruction.opcode, seen)
+        for source in _sources(instruction, index):
+            if found := self._made(source, seen):
+                opcode = re.sub("-(start|done)$", "", instruction.opcode)
+                return dataclasses.replace(found, moving=opcode) if opcode in _MOVING else found
+        is_parameter = instruction.opcode == "parameter"
+        if is_parameter and instruction.computation is self.program.entry:
+            return Maker(instruction)
+        inside = (
+            reversed(instruction.fused.instructions.values()) if _is_fusion(instruction) else ()
+        )
+        named = next(filter(self._is_named, (instruction, *inside)), None)
+        return None if named is None else Maker(named)
 
     def _is_named(self, instruction: Instruction) -> bool:
         name = instruction.op_name
@@ -176,40 +177,17 @@ class Makers:
             return False
         return not (name.endswith(_STACKING) and instruction.opcode in (*_MOVING, *_WITHOUT_EFFECT))
 
-    def _moved(self, instruction: Instruction, opcode: str, seen: set[_Part]) -> Maker | None:
-        """Returns the maker of the value that an instruction without a name moves or converts."""
-        opcode = re.sub("-(start|done)$", "", opcode)
-        if not instruction.operands or opcode not in (*_MOVING, *_WITHOUT_EFFECT):
-            return None
-        found = self._made((instruction.operands[0], ()), seen)
-        if found is None or opcode in _WITHOUT_EFFECT:
-            return found
-        return dataclasses.replace(found, moving=opcode)
-
-    def _fused(self, fusion: Instruction, index: tuple[int, ...], seen: set[_Part]) -> Maker | None:
-        root = fusion.fused.root
-        if index and root.opcode == "tuple":
-            root = root.operands[index[0]]
-        candidates = (root, fusion) if index else (fusion, root)
-        named = next(filter(self._is_named, candidates), None) or self._costliest(fusion.fused)
-        if named is not None:
-            return Maker(named, stacked=self._stacked(_unmoved(root)))
-        return self._moved(fusion, _moving(fusion.fused, root), seen)
-
-    def _costliest(self, fused: Computation) -> Instruction | None:
-        inside = list(fused.instructions.values())
-        for fusion in [i for i in inside if i.opcode == "fusion"]:
-            found = self._costliest(fusion.fused)
-            inside += [found] if found else []
-        named = filter(self._is_named, inside)
-        return max(named, key=lambda i: (i.opcode in _COSTLY, everywhere(i.results)), default=None)
-
     def _stacked(self, instruction: Instruction) -> Instruction | None:
         """Returns the maker of the slice that an instruction writes into an array."""
-        if instruction.opcode != "dynamic-update-slice":
+        root = instruction.fused.root if _is_fusion(instruction) else instruction
+        if root.opcode != "dynamic-update-slice":
             return None
-        found = self._made((instruction.operands[1], ()), set())
+        found = self._made((root.operands[1], ()), set())
         return found.instruction if found and self._is_named(found.instruction) else None
+
+
+def _is_fusion(instruction: Instruction) -> bool:
+    return instruction.opcode == "fusion"
 
 
 def _sources(instruction: Instruction, index: tuple[int, ...]) -> Iterator[_Part]:
@@ -220,6 +198,10 @@ def _sources(instruction: Instruction, index: tuple[int, ...]) -> Iterator[_Part
     elif opcode == "tuple":
         if index:
             yield operands[index[0]], index[1:]
+    elif _is_fusion(instruction):
+        yield instruction.fused.root, index
+    elif re.sub("-(start|done)$", "", opcode) in (*_MOVING, *_WITHOUT_EFFECT):
+        yield from ((operand, ()) for operand in operands[:1])
     elif opcode == "parameter":
         caller = instruction.computation.caller
         if caller is not None and caller.opcode == "while":
@@ -240,22 +222,6 @@ def _sources(instruction: Instruction, index: tuple[int, ...]) -> Iterator[_Part
                 yield from ((called.root, index) for called in computations)
         if opcode == "while":
             yield operands[0], index
-
-
-def _unmoved(root: Instruction) -> Instruction:
-    """Returns the instruction whose result a fusion's root moves or converts."""
-    while root.opcode in (*_MOVING, *_WITHOUT_EFFECT) and len(root.operands) == 1:
-        root = root.operands[0]
-    return root
-
-
-def _moving(fused: Computation, root: Instruction) -> str:
-    """Returns the opcode of a fusion that only moves or converts; "fusion" of others."""
-    opcodes = {i.opcode for i in fused.instructions.values()}
-    moving = [opcode for opcode in _MOVING if opcode in opcodes]
-    if opcodes - {*_MOVING, *_WITHOUT_EFFECT, "parameter"} or len(fused.parameters) != 1:
-        return "fusion"
-    return root.opcode if root.opcode in moving else next(iter(moving), "bitcast")
 
 
 # --------------------------------------------------------------------------------------------------

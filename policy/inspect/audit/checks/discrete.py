@@ -26,7 +26,6 @@ from policy.inspect.audit.flow import (
     makers,
     narrows,
     numbers_in,
-    users,
     widens,
 )
 from policy.programs import primitives as ops
@@ -49,7 +48,7 @@ def constants_out_of_range(flow: Flow) -> Iterator[Finding]:
 
     Constants are followed through arithmetic with other constants, `where` and broadcasts. A
     constant that JAX cast during tracing is already infinite or zero: it is a finding where NumPy
-    reported the cast, or where it must be a mistake, as a factor or beside a divisor.
+    reported the cast, or where it must be a mistake, as a factor.
     """
     known: dict[Value, Numbers] = {}
     for node in flow.graph.nodes:
@@ -116,7 +115,7 @@ def _cast(node: Node, numbers: Numbers) -> Iterator[Finding]:
 def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
     """Yields numbers of a half dtype that became infinite, NaN or zero during tracing.
 
-    An array counts if NumPy reported its line, a literal also if nobody would write it there.
+    An array counts if NumPy reported its line, a literal also if nobody would write it as a factor.
     """
     line = node.site.source.partition(" ")[0]
     for value in node.inputs:
@@ -133,11 +132,7 @@ def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
             )
             message += " 0 * inf and inf - inf are NaN." if np.isinf(number) else ""
             yield finding(CONSTANT, node, message, (dtype,))
-        elif (numbers == 0).any() and (
-            line in lost.vanished
-            or (is_factor and bits(dtype) <= 8)
-            or (value.is_literal and _is_shift_of_divisor(node))
-        ):
+        elif (numbers == 0).any() and (line in lost.vanished or (is_factor and bits(dtype) <= 8)):
             message = (
                 f"A constant vanished: it is 0 in {dtype}, whose smallest number is "
                 f"{_smallest(dtype)}."
@@ -159,16 +154,6 @@ def _is_beyond_8_bits(node: Node, value: Value) -> bool:
         return False
     number = float(value.array)
     return bool(np.isnan(number)) or (number == np.inf and node.name not in ops.MINMAX)
-
-
-def _is_shift_of_divisor(node: Node) -> bool:
-    """Returns whether a node adds to a divisor, as an epsilon is added."""
-
-    def divides(user: Node) -> bool:
-        is_divisor = user.name == "div" and made_of(user.inputs[1]) is node.out
-        return is_divisor or user.name in ops.INFINITE_AT_ZERO
-
-    return node.name == "add" and any(map(divides, users(node.out)))
 
 
 _KEEPS = ops.MOVES_DATA | ops.SIGN_CHANGES | ops.EXTREMES | ops.ROUNDINGS | {"row", "rows"}

@@ -140,7 +140,7 @@ def test_a_line_is_the_innermost_of_the_users(parents):
         (("of_argument", ()), "w", "convert", None),
         (("of_result", ()), "jit(f)/act/tanh", "convert", None),
         (("copied", ()), "jit(f)/act/tanh", "copy", None),
-        (("costliest", ()), "jit(f)/heavy/dot_general", "", None),
+        (("costliest", ()), "jit(f)/heavy/dot_general", "broadcast", None),
         (("both", (0,)), "jit(f)/first/sin", "", None),
         (("both", (1,)), "jit(f)/second/cos", "", None),
         (("b.0", (1,)), "jit(f)/act/tanh", "copy", None),  # what the loop leaves alone
@@ -150,7 +150,7 @@ def test_a_line_is_the_innermost_of_the_users(parents):
             "",
             "jit(f)/while/body/closed_call/layers/sin",
         ),
-        (("done", ()), "jit(f)/heavy/dot_general", "", None),
+        (("done", ()), "jit(f)/heavy/dot_general", "broadcast", None),
         (("a.0", ()), "jit(f)/act/tanh", "copy", None),
         (("begun", (2,)), "jit(f)/other/mul", "", None),
         (("last", ()), "", "", None),
