@@ -34,7 +34,6 @@ _CHECKS = (
     carries.narrowed_carries,
     carries.narrowed_states,
     widening.mixed_matmuls,
-    eight_bits.dequantized_matmuls,
     widening.silent_promotions,
     widening.float32_matmuls,
     widening.default_precisions,

@@ -17,7 +17,6 @@ UNSCALED = "unscaled-cast"
 ACCUMULATOR = "narrow-accumulator"
 CARRY = "narrowed-carry"
 MIXED = "mixed-matmul"
-DEQUANTIZED = "dequantized-matmul"
 PROMOTION = "silent-promotion"
 LEAK = "float32-leak"
 MATMUL = "float32-matmul"
@@ -34,7 +33,6 @@ FINDING_KINDS = {
     ACCUMULATOR: "A matmul of 8-bit operands returns less than its accumulator, int32 or float32.",
     CARRY: "A running sum in half, over a loop or calls: small terms no longer change it.",
     MIXED: "A matmul of a half-precision and a float32 operand, as slow as one of float32.",
-    DEQUANTIZED: "A matmul of two arrays of 8-bit codes, both widened right before it.",
     PROMOTION: "Half precision meets float32 or complex numbers without a cast, and stays wide.",
     LEAK: "A half-precision value is widened, and then enters a matmul in float32.",
     MATMUL: "A matmul runs in float32 in a program that otherwise multiplies in half precision.",

@@ -1,4 +1,4 @@
-"""Casts to 8 bits without a scale, matmuls of dequantized codes, and accumulators of 8 bits."""
+"""Casts to 8 bits without a scale, and accumulators of 8 bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from policy.inspect.audit.findings import Finding, finding, shape_of
 from policy.inspect.audit.flow import (
     Flow,
     bits,
-    followed,
     interval_of,
     is_constant,
     is_eight_bits,
@@ -31,7 +30,6 @@ _ARITHMETIC = ops.ADDITIONS | ops.PRODUCTS | ops.MINMAX | ops.ROUNDINGS | ops.SI
 # Between a quotient and the cast of it: limits, rounding, noise, and changes of sign.
 _BETWEEN = ops.MOVES_DATA | ops.ANNOTATES | ops.CASTS | _ARITHMETIC | {"select_n"}
 _FAR = 96  # values that are searched for the origin of a scale
-_FAR_FROM_MATMUL = 64  # values that are searched behind a matmul's operand
 
 
 def unscaled_casts(flow: Flow) -> Iterator[Finding]:
@@ -78,61 +76,8 @@ def _are_codes(value: Value) -> bool:
     )
 
 
-def dequantized_matmuls(flow: Flow) -> Iterator[Finding]:
-    """Yields floating matmuls of which both operands are widened 8-bit codes.
-
-    One such operand is no finding: weights that are stored in 8 bits, and multiplied with
-    activations in half precision, save memory as intended.
-    """
-    for node in flow.matmuls:
-        dtypes = [value.dtype for value in node.inputs[:2]]
-        if any(is_eight_bits(dtype) or not bits(dtype) for dtype in dtypes):
-            continue
-        codes = [_codes_of(value) for value in node.inputs[:2]]
-        if len(codes) == 2 and all(codes):
-            coded = tuple(dict.fromkeys(codes))
-            message = (
-                f"{node.name} multiplies {' and '.join(coded)} codes that were just widened: it "
-                f"runs in {dtypes[0]}, unless a compiler recognizes the pattern. Multiply the "
-                f"codes themselves with preferred_element_type={_wide(codes[0])}, and the product "
-                "by the scales; m= in a policy does this."
-            )
-            yield finding(kinds.DEQUANTIZED, node, message, tuple(dict.fromkeys((*coded, *dtypes))))
-
-
 def _wide(codes: str) -> str:
     return "int32" if codes == "int8" else "float32"
-
-
-def _codes_of(value: Value) -> str:
-    """Returns the dtype of the 8-bit codes that a value is, times a scale; "" if it is none."""
-    for one in followed([value], _multiples, _FAR_FROM_MATMUL):
-        maker = one.maker
-        if maker is not None and maker.name in ops.CASTS and is_eight_bits(maker.inputs[0].dtype):
-            return maker.inputs[0].dtype
-    return ""
-
-
-def _multiples(value: Value) -> list[Value]:
-    """Returns the operands of which a value may be a multiple, shifted by a zero point."""
-    node = value.maker
-    if node is None:
-        return []
-    if node.name in ops.MOVES_DATA:
-        return [moved_from(node, value)]
-    if node.name in ops.CASTS or node.name in ("row", "rows"):
-        return node.inputs[:1]
-    if node.name not in ops.PRODUCTS | ops.ADDITIONS:
-        return []
-
-    def is_scale(operand: Value) -> bool:
-        # A constant, or fewer numbers than the array has, until they are repeated.
-        return is_constant(operand) or _least_size(operand) < max(size(value.shape), 2)
-
-    one, other = node.inputs
-    if is_scale(other):
-        return [one]
-    return [other] if node.name != "div" and is_scale(one) else []
 
 
 def narrow_accumulators(flow: Flow) -> Iterator[Finding]:

@@ -285,14 +285,6 @@ def codes(x: Any, dtype: Any = E4M3) -> tuple[Any, Any]:
     return (jnp.round(quotient) if dtype == I8 else quotient).astype(dtype), scale
 
 
-def _widened(dtype: Any, to: Any) -> Any:
-    def run(x: Any) -> Any:
-        (left, s), (right, t) = codes(x, dtype), codes(x + 1, dtype)
-        return (left.astype(to) * s.astype(to)) @ (right.astype(to) * t.astype(to))
-
-    return run
-
-
 def _with_scales(dtype: Any, result: Any) -> Any:
     def fn(x: Any, w: Any) -> Any:
         (left, s), (right, t) = codes(x, dtype), codes(w, dtype)
@@ -337,8 +329,6 @@ unscaled-cast convert_element_type(x=F32, scale=F32)
     the scale of another array: (x / (jnp.max(jnp.abs(scale)) / 448)).astype(E4M3).astype(F32)
 unscaled-cast convert_element_type(x=E4M3, backward=True)
     cotangents of a widening cast: jnp.tanh(x.astype(F32))
-dequantized-matmul dot_general(x=I8, w=I8)
-    codes that are widened, and their product scaled: x.astype(BF16) @ w.astype(BF16) * BF16(0.01)
 narrow-accumulator dot_general(x=I8, w=I8)
     an int8 dot that returns int8: x @ w
     an int8 dot that returns int16: dot(x, w, jnp.int16)
@@ -376,21 +366,5 @@ clean(x=I8, w=I8, backward=False)
         jax.nn.silu(x.astype(BF16)) @ w.astype(BF16)
 clean(i=I32, x=F32)
     a dot of integers beside one of float32: (i @ i, x @ x)
-dequantized-matmul dot_general(x=F32)
-    a dot of float8_e4m3fn codes in bfloat16: _widened(E4M3, BF16)(x)
-    a dot of float8_e4m3fn codes in float32: _widened(E4M3, F32)(x)
-    a dot of int8 codes in bfloat16: _widened(I8, BF16)(x)
-    a dot of int8 codes in float32: _widened(I8, F32)(x)
-dequantized-matmul dot_general(x=I8, w=I8, scale=F32)
-    codes with a zero point by rows:
-        rows = (x.astype(F32) - 3) * scale[:, :1]
-        rows.T @ (w.astype(F32) * scale[:1].T)
-dequantized-matmul conv_general_dilated(x=F32)
-    a convolution of codes that were widened:
-        (left, s), (right, t) = codes(x), codes(x + 1)
-        image, kernel = left.astype(BF16)[None, :, :, None], right.astype(BF16)[:2, :2, None, None]
-        numbers = ("NHWC", "HWIO", "NHWC")
-        product = lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=numbers)
-        product[0, :, :, 0].astype(F32) * s * t
 """
 )
