@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,9 +17,8 @@ from jax import lax
 
 from policy.autocasting.parameters import ParamsArgument, require_params
 from policy.core.messages import require_function
-from policy.inspect.monitor.keep import Keep
 from policy.inspect.monitor.observing import observed
-from policy.inspect.monitor.snapshot import Kind, Snapshot
+from policy.inspect.monitor.snapshot import Snapshot
 from policy.inspect.monitor.step import TrainStep
 from policy.inspect.monitor.step_log import StepLog
 from policy.inspect.monitor.two_programs import chosen_by_host, kept_unless_finite
@@ -30,7 +29,6 @@ def monitor(
     *,
     every: int = 100,
     params: ParamsArgument = None,
-    keep: Mapping[str, Kind | Collection[Kind]] | None = None,
     on_nonfinite: bool = True,
     jit: Callable[..., Callable[..., Any]] | None = None,
 ) -> Callable[..., tuple[Any, Snapshot]]:
@@ -61,9 +59,6 @@ def monitor(
       every: steps from one snapshot to the next.
       params: the arguments that are parameters; see `policy.audit`. None: the argument `params`,
         the field `params` of a state, `nnx.Param`s, or the first container.
-      keep: kinds of rows by module path, with patterns as in `PolicyRules`; modules that no pattern
-        matches are left out. The kinds are "activation", "cotangent", "gradient", "param",
-        "update" and "input". None keeps all.
       on_nonfinite: whether a step is also monitored if a floating scalar that it returns (such as
         the loss) is infinite or NaN, its new state is where the old one was not, or
         `mixed_precision` skips it. With `jit` the host then waits
@@ -79,12 +74,10 @@ def monitor(
       result of `fn` and a `Snapshot`.
 
     Raises:
-      TypeError: `fn` is not a function, or is jitted already; `keep`, `params` or `jit` is of
-        another type. At the call: the number of the step is no integer scalar, or with `jit` it is
-        traced.
-      ValueError: `every` is no positive integer; a kind in `keep` is unknown. At the call: there
-        are no params, a pattern in `keep` matches nothing, or the step reads the result of a
-        callback with side effects.
+      TypeError: `fn` is not a function, or is jitted already; `params` or `jit` is of another type.
+        At the call: the number of the step is no integer scalar, or with `jit` it is traced.
+      ValueError: `every` is no positive integer. At the call: there are no params, or the step
+        reads the result of a callback with side effects.
     """
     require_function(fn, "monitor")
     if hasattr(fn, "lower"):
@@ -98,13 +91,12 @@ def monitor(
     if jit is not None and not callable(jit):
         raise TypeError(f"jit should be a function such as jax.jit, but got {jit!r}.")
     require_params(params)
-    Keep(keep)
 
     def watched(
         number: jax.Array, every: int, on_nonfinite: bool, args: Any, kwargs: Any
     ) -> tuple[Any, Snapshot]:
         traced = TrainStep.of(fn, args, kwargs, params)
-        results, snapshot = _run(traced, number, every, Keep(keep), on_nonfinite)
+        results, snapshot = _run(traced, number, every, on_nonfinite)
         return traced.result(results), snapshot
 
     if jit is None:
@@ -157,7 +149,7 @@ def _check_number(step: Any, on_host: bool) -> None:
 
 
 def _run(
-    traced: TrainStep, number: jax.Array, every: int, keep: Keep, on_nonfinite: bool
+    traced: TrainStep, number: jax.Array, every: int, on_nonfinite: bool
 ) -> tuple[list[Any], Snapshot]:
     """Returns the results of a step's program, and the snapshot.
 
@@ -165,8 +157,7 @@ def _run(
     snapshot is taken first, of arguments that the step may overwrite afterwards.
     """
     log, arrays = StepLog(), traced.arrays
-    program, notes = jax.make_jaxpr(observed(traced, log, keep), return_shape=True)(*arrays)
-    keep.check()
+    program, notes = jax.make_jaxpr(observed(traced, log), return_shape=True)(*arrays)
     keys = sorted(notes)
     is_wide = any(notes[key].dtype == jnp.float64 for key in keys)
     dtype = jnp.float64 if is_wide else jnp.float32

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,19 +25,6 @@ _KEEPS = (
     - primitives.MAKES_NONFINITE
     - {"select_n"}
 )
-
-
-class StepOperation(NamedTuple):
-    """An equation that may make infinities or NaN.
-
-    Attributes: those of an operation in a record.
-    """
-
-    path: str
-    direction: str
-    operation: str
-    line: str
-    dtype: str
 
 
 class Flag(NamedTuple):
@@ -114,22 +99,17 @@ def is_infinite_constant(array: Any) -> bool:
     return not np.isfinite(np.asarray(array).astype(np.complex128)).all()
 
 
-def first_made(flags: Sequence[Flag], codes: FinitenessCodes, axes: Mapping[str, int]) -> jax.Array:
+def first_made(flags: Sequence[Flag], codes: FinitenessCodes) -> jax.Array:
     """Returns the first operations that make infinities of finite numbers, or NaN of others.
 
     They are numbers that are larger for earlier operations, and for those with finite operands;
-    odd for NaN; 0 for none; int32 (operations, devices), of each device of some mesh axes.
+    odd for NaN; 0 for none; int32 (operations,).
     """
     numbers = np.array([2 * (_LAST - flag.number) for flag in flags], np.int32)
     after = codes.worst([flag.results for flag in flags])
     before = codes.worst([flag.operands for flag in flags])
     numbers = numbers + after // 2 + jnp.where(before == 0, _FRESH, 0)
-    first = lax.top_k(jnp.where(after > before, numbers, 0), min(_MOST, len(flags)))[0]
-    if not axes:
-        return first[:, None]
-    names, count = tuple(axes), math.prod(axes.values())
-    mine = jnp.arange(count) == lax.axis_index(names)
-    return lax.psum(jnp.where(mine, first[:, None], 0), names)
+    return lax.top_k(jnp.where(after > before, numbers, 0), min(_MOST, len(flags)))[0]
 
 
 class MadeOperation(NamedTuple):
@@ -140,14 +120,12 @@ class MadeOperation(NamedTuple):
       number: its place in program order.
       is_nan: whether it made NaN.
       layer: the step of the scans over layers around it, or None.
-      devices: those of the mesh axes around it that made them, or None.
     """
 
     order: int
     number: int
     is_nan: bool
     layer: int | None
-    devices: list[int] | None
 
     @property
     def is_fresh(self) -> bool:
@@ -155,40 +133,33 @@ class MadeOperation(NamedTuple):
         return -self.order >= _FRESH
 
 
-@dataclasses.dataclass(frozen=True)
-class Scans:
-    """The scans around a program inside a step, outermost first.
+class Scan(NamedTuple):
+    """A scan around a program inside a step.
 
     Attributes:
-      is_layers: for each, whether its steps are layers; those of microbatches are not.
-      is_reverse: for each, whether it runs from the last step to the first.
+      is_layers: whether its steps are layers; those of microbatches are not.
+      is_reverse: whether it runs from the last step to the first.
     """
 
-    is_layers: tuple[bool, ...] = ()
-    is_reverse: tuple[bool, ...] = ()
+    is_layers: bool
+    is_reverse: bool
 
-    def made(self, found: np.ndarray) -> Iterator[MadeOperation]:
-        """Yields the operations of the first step with some, from `first_made`'s results.
 
-        Args:
-          found: (*steps, operations, devices).
-        """
-        steps = found.shape[:-2]
-        backward = tuple(axis for axis, is_one in enumerate(self.is_reverse) if is_one)
-        by_step = np.flip(found.astype(int), backward).reshape(-1, *found.shape[-2:])
-        some = np.flatnonzero(by_step.max((1, 2), initial=0))
-        if not some.size:
-            return
-        layer = None
-        place = np.unravel_index(some[0], steps) if steps else ()
-        for step, length, is_layer, is_one in zip(
-            place, steps, self.is_layers, self.is_reverse, strict=True
-        ):
-            if is_layer:
-                layer = int(length - 1 - step if is_one else step) + length * (layer or 0)
-        first = by_step[some[0]]
-        for code in sorted({*first.ravel().tolist()} - {0}, reverse=True):
-            devices = np.flatnonzero((first == code).any(0)).tolist()
-            number = _LAST - code % _FRESH // 2
-            one_of = devices if found.shape[-1] > 1 else None
-            yield MadeOperation(-code, number, bool(code % 2), layer, one_of)
+def operations_made(found: np.ndarray, scans: Sequence[Scan]) -> Iterator[MadeOperation]:
+    """Yields the operations of the first step of some scans that has any.
+
+    Args:
+      found: the results of `first_made`, (*steps, operations).
+      scans: the scans, outermost first.
+    """
+    backward = tuple(axis for axis, scan in enumerate(scans) if scan.is_reverse)
+    by_step = np.flip(found.astype(int), backward)
+    some = np.argwhere(by_step.any(-1))
+    if not len(some):
+        return
+    place, layer = tuple(some[0]), None
+    for step, length, scan in zip(place, by_step.shape, scans, strict=False):
+        if scan.is_layers:
+            layer = int(length - 1 - step if scan.is_reverse else step) + length * (layer or 0)
+    for code in sorted({*by_step[place].ravel().tolist()} - {0}, reverse=True):
+        yield MadeOperation(-code, _LAST - code % _FRESH // 2, bool(code % 2), layer)

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax.core
@@ -16,15 +16,13 @@ from jax import lax
 
 from policy.core.arrays import axes_of_leaves
 from policy.inspect.monitor import nonfinite
-from policy.inspect.monitor.keep import Keep
-from policy.inspect.monitor.nonfinite import Scans
+from policy.inspect.monitor.nonfinite import Scan
 from policy.inspect.monitor.snapshot import Kind, NumbersPlace
 from policy.inspect.monitor.step import TrainStep
-from policy.inspect.monitor.step_log import StepLog, row_kind
+from policy.inspect.monitor.step_log import StepLog
 from policy.inspect.monitor.tensor_statistics import statistics_of
 from policy.inspect.monitor.updates import ArrayRead, is_lost, reads_of
 from policy.inspect.traced.module_values import (
-    ModuleValue,
     ModuleValueInterpreter,
     ValueOrigin,
     passes,
@@ -59,13 +57,13 @@ class _Origin(ValueOrigin):
     code: frozenset[int] | None = None
 
 
-def observed(step: TrainStep, log: StepLog, keep: Keep) -> Callable[..., dict[int, Any]]:
+def observed(step: TrainStep, log: StepLog) -> Callable[..., dict[int, Any]]:
     """Returns the function of a step's arrays that measures them, and the values in the step."""
     body, consts = opened(step.jaxpr)
     params = {param.leaf for param in step.params}
 
     def run(*arrays: Any) -> dict[int, Any]:
-        observer = Observer(log, step, keep)
+        observer = Observer(log, step)
         for i, array in enumerate(arrays):
             kind: Kind = "param" if i in params else "input"
             if (i in params or i not in step.carried) and is_measured(array.dtype):
@@ -86,24 +84,19 @@ class Observer(ModuleValueInterpreter):
     Args:
       log: the record to write.
       step: the step.
-      keep: the choice of what is measured.
     """
 
-    def __init__(self, log: StepLog, step: TrainStep, keep: Keep):
+    def __init__(self, log: StepLog, step: TrainStep):
         super().__init__()
-        self.log, self.keep, self.paths = log, keep, step.paths
+        self.log, self.paths = log, step.paths
         self.reads = reads_of(step.graph, step.params)
         # the passes that read each output; others are new state, or residuals of the other pass
         state = {*step.carried.values()}
         self.readers = [() if i in state else ("forward",) for i in range(step.outputs)]
         self.passes: dict[Any, set[str]] = {}  # by the variables of the program that runs
-        self.scans = Scans()
-        self.sizes: dict[str, int] = {}  # of the mesh axes around
+        self.scans: tuple[Scan, ...] = ()
         self.flags: list[nonfinite.Flag] = []
         self.finite = nonfinite.FinitenessCodes()
-        batch = (array for i, array in enumerate(step.arrays) if i not in step.carried)
-        lengths = {array.shape[0] for array in batch if array.ndim}
-        self.batch = lengths.pop() if len(lengths) == 1 else 0
 
     def inside(self, equation: Equation) -> Self:
         inner = super().inside(equation)
@@ -113,12 +106,8 @@ class Observer(ModuleValueInterpreter):
             for i, variable in enumerate(equation.outvars)
         ]
         if equation.primitive.name == "scan":
-            inner.scans = Scans(
-                (*self.scans.is_layers, not _differentiates(equation)),
-                (*self.scans.is_reverse, bool(equation.params["reverse"])),
-            )
-        for axis in inner.axes[len(self.axes) :]:
-            inner.sizes = inner.sizes | {axis: int(dict(equation.params["mesh"].shape)[axis])}
+            scan = Scan(not _differentiates(equation), bool(equation.params["reverse"]))
+            inner.scans = (*self.scans, scan)
         return inner
 
     def tracing(self, program: Any) -> Self:
@@ -183,17 +172,19 @@ class Observer(ModuleValueInterpreter):
         if equation.primitive.name in EXACT | MOVES_DATA or place.direction == "again":
             return after
         # a constant number such as an infinite weight of a loss makes its result infinite
-        arrays = (value.arrays[0] for value in values)
+        arrays = [value.arrays[0] for value in values]
         own = [np.shape(one) != () or isinstance(one, jax.core.Tracer) for one in arrays]
         before = frozenset[int]().union(*map(self._code, itertools.compress(values, own)))
         leaf = self.reads.leaves.get((self.chain, id(equation)))
-        where = place if leaf is None else self.paths[leaf]
+        where = place.path if leaf is None else self.paths[leaf]
+        direction = place.direction if leaf is None else "update"
         self.flags.append(nonfinite.Flag(len(self.log.operations), after, before))
         operation, line = made_by
         if operation == "integer_pow" and equation.params.get("y", 0) < 0:
             operation = "div"
         dtype = str(dtype_of(equation.outvars[0]))
-        self.log.operations.append((where, operation, line.partition(" (")[0], dtype))
+        line = line.partition(" (")[0]
+        self.log.operations.append((where, direction, operation, line, dtype))
         return after
 
     def _code(self, value: PlacedValue) -> frozenset[int]:
@@ -205,54 +196,36 @@ class Observer(ModuleValueInterpreter):
     # Measurements ---------------------------------------------------------------------------------
 
     def _read(self, value: PlacedValue, reader: ModulePass, dtype: Any) -> None:
-        if passes(value, reader):
-            self._leaves(value, places_around(value.origin.place, reader.path), dtype)
-
-    def _leaves(self, value: PlacedValue, left: Mapping[ModulePass, None], dtype: Any) -> None:
         """Measures a value that leaves modules for the first time."""
         origin, (array,) = value.origin, value.arrays
-        kind = row_kind(origin.place)
-        if not is_measured(dtype):
-            return
-        kept = {place: None for place in left if self.keep(place.path, kind)}
-        if not kept:
+        left = places_around(origin.place, reader.path) if passes(value, reader) else {}
+        if not left or not is_measured(dtype):
             return
         if origin.measurement is None:
-            origin.measurement = ModuleValue(
-                self._new_key(array, self.batch if kind == "activation" else 0),
-                origin.primitive,
-                origin.source,
-                dtype,
-                origin.place,
-            )
-            self.log.values.append(origin.measurement)
-            self.notes[origin.measurement.key] = statistics_of(array, self._axes_of(array))
-        origin.measurement.left.update(kept)
+            origin.measurement = self._new_key(array)
+            self.notes[origin.measurement] = statistics_of(array, self._axes_of(array))
+        kind: Kind = "cotangent" if origin.place.direction == "backward" else "activation"
+        for place in left:
+            line = origin.source.partition(" (")[0]
+            self.log.add(place.path, kind, dtype, line, origin.measurement)
 
     def _axes_of(self, array: Any) -> tuple[str, ...]:
         """Returns the mesh axes around over which devices have their own parts of an array."""
         (own,) = axes_of_leaves([array], self.axes)
         return tuple(axis for axis in self.axes if axis in own)
 
-    def _new_key(self, array: Any, batch: int) -> int:
-        """Returns a key for the numbers of an array, whose first axis is the batch's if it has that
-        length.
-        """
+    def _new_key(self, array: Any) -> int:
+        """Returns a key for the numbers of an array."""
         parts = 2 if jnp.issubdtype(array.dtype, jnp.complexfloating) else 1
-        devices = math.prod(self.sizes[axis] for axis in self._axes_of(array))
-        is_batch = parts == 1 and not self.axes and array.ndim and array.shape[0] == batch
-        examples = batch if is_batch else 0
-        return self.log.new_key(NumbersPlace(self.scans, parts * array.size * devices, examples))
+        devices = math.prod(map(lax.axis_size, self._axes_of(array)))
+        return self.log.new_key(NumbersPlace(self.scans, parts * array.size * devices))
 
     def measure_leaf(self, kind: Kind, leaf: int, array: Any, lost: Any = None) -> None:
         """Measures an array of a leaf of the arguments."""
-        if not self.keep.of_leaf(self.paths[leaf], kind):
-            return
         if (kind, leaf) not in self.log.leaves:
-            batch = self.batch if kind == "input" else 0
-            self.log.leaves[kind, leaf] = self._new_key(array, batch), array.dtype
-        key, _ = self.log.leaves[kind, leaf]
-        self.notes[key] = statistics_of(array, self._axes_of(array), lost)
+            self.log.leaves[kind, leaf] = self._new_key(array)
+            self.log.add(self.paths[leaf], kind, array.dtype, "", self.log.leaves[kind, leaf])
+        self.notes[self.log.leaves[kind, leaf]] = statistics_of(array, self._axes_of(array), lost)
 
     def _measure_read(self, read: ArrayRead, arrays: Sequence[Any], outputs: Sequence[Any]) -> None:
         array, lost = arrays[read.operand], None
@@ -282,7 +255,9 @@ class Observer(ModuleValueInterpreter):
         if self.flags:
             key = self.log.new_key(NumbersPlace(self.scans))
             self.log.firsts.append(key)
-            self.notes[key] = nonfinite.first_made(self.flags, self.finite, self.sizes)
+            first = nonfinite.first_made(self.flags, self.finite)
+            axes = self._axes_of(first)
+            self.notes[key] = lax.pmax(first, axes) if axes else first
         return [PlacedValue(value.arrays, _without_code(value.origin)) for value in outputs]
 
     def _entering(self, value: PlacedValue) -> PlacedValue:

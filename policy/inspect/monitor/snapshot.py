@@ -5,37 +5,34 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from policy.inspect.monitor import tensor_statistics as statistics
-from policy.inspect.monitor.nonfinite import MadeOperation, Scans, StepOperation
+from policy.inspect.monitor.nonfinite import MadeOperation, Scan, operations_made
 
 Kind = Literal["activation", "cotangent", "gradient", "param", "update", "input"]
 KINDS: tuple[Kind, ...] = ("activation", "cotangent", "gradient", "param", "update", "input")
 REASONS = ("", "every", "nonfinite")
-VERSION = 2
+VERSION = 3
 _MOST = 4  # operations in a record that made infinities or NaN
 
 StepNumbers = Mapping[int, np.ndarray]  # of one step, by their keys
 
 
-@dataclasses.dataclass(frozen=True)
-class NumbersPlace:
+class NumbersPlace(NamedTuple):
     """The position of some numbers in a program.
 
     Attributes:
       scans: those around it.
       size: elements of the value that they are of, on all devices.
-      examples: the length of its first axis if that is the batch's, else 0.
       shape: of the numbers, (*steps of the scans, width).
     """
 
-    scans: Scans = dataclasses.field(default_factory=Scans)
+    scans: tuple[Scan, ...] = ()
     size: int = 0
-    examples: int = 0
     shape: tuple[int, ...] = ()
 
     def by_layer(self, numbers: np.ndarray) -> np.ndarray:
@@ -44,15 +41,14 @@ class NumbersPlace:
         Args:
           numbers: (repetitions, *steps, width).
         """
-        is_layers = (False, *self.scans.is_layers)
+        is_layers = [False, *(scan.is_layers for scan in self.scans)]
         order = np.argsort(is_layers, kind="stable")
         found = np.transpose(numbers, (*map(int, order), numbers.ndim - 1))
         layers = [n for n, is_one in zip(numbers.shape, is_layers, strict=False) if is_one]
         return found.reshape(-1, *([math.prod(layers)] if layers else []), numbers.shape[-1])
 
 
-@dataclasses.dataclass(frozen=True)
-class SnapshotRow:
+class SnapshotRow(NamedTuple):
     """The values that a row of a record is about.
 
     Attributes: those of a record's row, and the keys of its values.
@@ -71,8 +67,7 @@ class SnapshotRow:
             found = [each.reshape(-1, each.shape[-1]) for each in found]
         of_value = [places[key].size for key in self.keys]
         sizes = np.repeat(of_value, [len(each) for each in found])
-        more = ["lost"] if self.kind == "update" else []
-        of = statistics.named(np.concatenate(found), sizes, np.dtype(self.dtype), more)
+        of = statistics.named(np.concatenate(found), sizes, np.dtype(self.dtype))
         return {
             "path": self.path,
             "kind": self.kind,
@@ -90,13 +85,13 @@ def _json(number: Any) -> Any:
     return value if math.isfinite(value) else str(value)
 
 
-@dataclasses.dataclass(frozen=True)
-class SnapshotRows:
+class SnapshotRows(NamedTuple):
     """The static part of a snapshot: what its numbers are of.
 
     Attributes:
       rows: the rows.
-      operations: those that may make infinities, in program order.
+      operations: those that may make infinities, in program order: path, direction, operation,
+        line and dtype.
       places: those of all numbers, with their keys, in order.
       firsts: the keys of `first_made`'s results.
       entered: the key of the codes of the step's arguments.
@@ -105,7 +100,7 @@ class SnapshotRows:
     """
 
     rows: tuple[SnapshotRow, ...] = ()
-    operations: tuple[StepOperation, ...] = ()
+    operations: tuple[tuple[str, ...], ...] = ()
     places: tuple[tuple[int, NumbersPlace], ...] = ()
     firsts: tuple[int, ...] = ()
     entered: int = 0
@@ -114,48 +109,43 @@ class SnapshotRows:
 
     def by_key(self, numbers: np.ndarray) -> StepNumbers:
         """Returns numbers (repetitions, n) by their keys, (repetitions, *shape)."""
-        found, start = {}, 0
-        for key, place in self.places:
-            stop = start + math.prod(place.shape)
-            found[key] = numbers[:, start:stop].reshape(len(numbers), *place.shape)
-            start = stop
-        return found
+        ends = np.cumsum([math.prod(place.shape) for _, place in self.places])
+        parts = np.split(numbers, ends[:-1], axis=1)
+        pairs = zip(self.places, parts, strict=True)
+        return {key: part.reshape(len(numbers), *place.shape) for (key, place), part in pairs}
 
     def facts(self, numbers: StepNumbers, finite: np.ndarray) -> dict[str, Any]:
         """Returns the values of a step that are not finite, for JSON.
 
         `finite` are the flags (flags,).
         """
-        codes, examples = numbers[self.entered].max(0), self._examples(numbers)
+        codes, places = numbers[self.entered].max(0), dict(self.places)
         entered = [
-            {"path": path, "kind": kind, "examples": examples if kind == "input" else None}
+            {"path": path, "kind": kind}
             for (path, kind), code in zip(self.arguments, codes, strict=True)
             if code
         ]
-        scans = {key: place.scans for key, place in self.places}
-        found = [
-            one for key in self.firsts for each in numbers[key] for one in scans[key].made(each)
-        ]
+        made = sorted(
+            one
+            for key in self.firsts
+            for each in numbers[key]
+            for one in operations_made(each, places[key].scans)
+        )
         outputs = [path for path, is_one in zip(self.flags, finite, strict=True) if not is_one]
-        made = [self._operation(one, examples) for one in sorted(found)[:_MOST]]
-        facts = {"outputs": outputs, "entered": entered, "made": made}
+        facts = {
+            "outputs": outputs,
+            "entered": entered,
+            "made": [self._operation(one) for one in made[:_MOST]],
+        }
         return {"first": first_of(facts) if outputs else None} | facts
 
-    def _operation(self, one: MadeOperation, examples: list[int] | None) -> dict[str, Any]:
-        return self.operations[one.number]._asdict() | {
+    def _operation(self, one: MadeOperation) -> dict[str, Any]:
+        names = ("path", "direction", "operation", "line", "dtype")
+        return dict(zip(names, self.operations[one.number], strict=True)) | {
             "value": "nan" if one.is_nan else "inf",
             "is_fresh": one.is_fresh,
             "layer": one.layer,
-            "examples": examples,
-            "devices": one.devices,
         }
-
-    def _examples(self, numbers: StepNumbers) -> list[int] | None:
-        """Returns the first and last example of the first value that is not finite."""
-        places = dict(self.places)
-        keys = sorted({key for row in self.rows for key in row.keys if places[key].examples})
-        bad = [k for k in keys if numbers[k][..., statistics.COUNTS_NOT_FINITE].any()]
-        return statistics.examples_of(numbers[bad[0]], places[bad[0]].examples) if bad else None
 
 
 def first_of(facts: Mapping[str, Any], usual: Collection[Any] = ()) -> dict[str, Any] | None:
@@ -177,8 +167,7 @@ def first_of(facts: Mapping[str, Any], usual: Collection[Any] = ()) -> dict[str,
     found = next(iter([*params, *fresh, *others, *made, *outputs]), None)
     if found is None or "operation" in found:
         return found and found | {"entered": None}
-    what = {"direction": "forward", "line": "", "dtype": "", "value": ""}
-    what |= {"layer": None, "examples": found.get("examples"), "devices": None}
+    what = {"direction": "forward", "line": "", "dtype": "", "value": "", "layer": None}
     is_output = found["kind"] == "output"
     operation = "output" if is_output else "argument"
     name = None if is_output else found["path"]

@@ -219,7 +219,7 @@ def is_lost(read: ArrayRead, before: Any, after: Any, update: Any) -> Any:
         return [param, beside] if mode.stores else [param]
 
     same = [_bits(x) == _bits(y) for x, y in zip(stored(before), stored(after), strict=True)]
-    return functools.reduce(operator.and_, same, bits_of(update).numbers > 0)
+    return functools.reduce(operator.and_, same, bits_of(update)[0] > 0)
 
 
 def _bits(array: Any) -> Any:

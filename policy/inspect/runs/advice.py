@@ -154,13 +154,11 @@ def _cause(first: Mapping[str, Any], kind: str, before: int | None) -> tuple[str
             "records the step between them that makes it so."
         )
     if kind == "input":
-        return INPUT, (
-            f"The input {first['entered']} is not finite before the model runs{_where(first)}."
-        )
+        return INPUT, f"The input {first['entered']} is not finite before the model runs."
     if operation == "output":
         return NOT_FINITE, f"{first['path']} is not finite."
     value = {"inf": "infinite", "nan": "NaN"}[first["value"]]
-    said = f"{operation} ({first['direction']}) in {dtype} is {value}{_where(first)}"
+    said = f"{operation} ({first['direction']}) in {dtype} is {value}"
     if not first["is_fresh"]:
         return NOT_FINITE, f"{said}: an operand is infinite."
     if (operation, first["value"]) in _DIVISIONS:
@@ -177,17 +175,6 @@ def _cause(first: Mapping[str, Any], kind: str, before: int | None) -> tuple[str
         if first["direction"] == "backward":
             remedy += ' Or take mixed_precision(..., loss_scale="dynamic"), which lowers a scale.'
     return OVERFLOW, f"{said}: it exceeds {float(jnp.finfo(dtype).max):.6g}.{remedy}"
-
-
-def _where(first: Mapping[str, Any]) -> str:
-    parts: list[str] = []
-    for name, prefix in (("examples", "in example"), ("devices", "on device")):
-        if found := first[name]:
-            plural = "s" if len(found) > 1 and found[0] != found[-1] else ""
-            numbers = dict.fromkeys(found)
-            joined = (" to " if name == "examples" else ", ").join(map(str, numbers))
-            parts.append(f" {prefix}{plural} {joined}")
-    return "".join(parts)
 
 
 def _is_search(record: RunRecord, first: Mapping[str, Any]) -> bool:

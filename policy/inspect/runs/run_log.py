@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import collections
-import functools
-import importlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +19,6 @@ from policy.inspect.runs.advice import Advice, RunRecord, advise
 from policy.inspect.runs.text import run_text
 
 _MOST_WAITING = 256  # snapshots that wait for their arrays, before `write` waits for the oldest
-_WRITERS = ("tensorboardX", "clu.metric_writers")
 _FIELDS = frozenset(("skipped", "loss_scale", "first", "outputs", "entered", "made", "rows"))
 
 
@@ -46,23 +43,18 @@ class RunLog:
 
     Args:
       path: of the file.
-      tensorboard: a folder for TensorBoard, which `tensorboardX` or `clu` writes as well.
       step: the step that the run resumes at. Records of it and of later steps are left out.
 
     Raises:
       ValueError: the file is not a run's log, or its folder is not there.
-      ImportError: `tensorboard` is given, and neither package is installed.
     """
 
-    def __init__(
-        self, path: str | Path, *, tensorboard: str | Path | None = None, step: int | None = None
-    ):
+    def __init__(self, path: str | Path, *, step: int | None = None):
         self.path = Path(path)
         if not self.path.parent.is_dir():
             raise ValueError(f"{path} can't be written: there is no folder {self.path.parent}.")
         self._waiting: collections.deque[Any] = collections.deque()
         self._writer = uuid.uuid4().hex[:8]
-        self._scalars = None if tensorboard is None else scalar_writer(tensorboard)
         if self.path.exists():
             read_records(self.path)  # rejects other files
             if step is not None:
@@ -113,8 +105,6 @@ class RunLog:
     def _write_oldest(self) -> None:
         for record in self._waiting.popleft().records():
             self._write_line(record)
-            if self._scalars is not None and jax.process_index() == 0:
-                self._scalars(record["step"], dict(_scalars_of(record)))
 
     def _write_line(self, line: Mapping[str, Any]) -> None:
         if jax.process_index():
@@ -198,48 +188,3 @@ def _lines(path: Path) -> Iterator[str]:
 def _is_ready(snapshot: Any) -> bool:
     leaves = jax.tree.leaves(snapshot)
     return all(leaf.is_ready() for leaf in leaves if hasattr(leaf, "is_ready"))
-
-
-# --------------------------------------------------------------------------------------------------
-# TensorBoard
-# --------------------------------------------------------------------------------------------------
-
-
-def scalar_writer(folder: str | Path) -> Callable[[int, Mapping[str, float]], None]:
-    """Returns a function that writes the scalars of a step for TensorBoard.
-
-    Raises:
-      ImportError: neither `tensorboardX` nor `clu` is installed.
-    """
-    for name in _WRITERS:
-        try:
-            writer = importlib.import_module(name).SummaryWriter(str(folder))
-        except ImportError:
-            continue
-        return functools.partial(_write_scalars, writer)
-    raise ImportError(
-        "tensorboard= writes with tensorboardX or clu, and neither is installed: "
-        "pip install tensorboardX"
-    )
-
-
-def _write_scalars(writer: Any, step: int, scalars: Mapping[str, float]) -> None:
-    if hasattr(writer, "write_scalars"):
-        writer.write_scalars(step, scalars)
-    else:
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, step)
-    writer.flush()
-
-
-def _scalars_of(record: RunRecord) -> Iterator[tuple[str, float]]:
-    """Yields names and values: ``update/params/head/kernel/lost``; layers of a scan apart."""
-    if record["loss_scale"] is not None:
-        yield "loss_scale", float(record["loss_scale"])
-        yield "skipped", float(record["skipped"])
-    for row in record["rows"]:
-        for name, number in row["numbers"].items():
-            parts = [part for part in (row["kind"], row["path"], name) if part]
-            each = enumerate(number) if isinstance(number, list) else [("", number)]
-            for layer, one in each:
-                yield "/".join(filter(None, (*parts, str(layer)))), float(one)

@@ -1,4 +1,4 @@
-"""Statistics of arrays beside NumPy's, in every dtype, with numbers at the ends of each range."""
+"""Statistics of arrays compared with NumPy's, in every dtype, at the ends of each range."""
 
 from typing import Any
 
@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policy.inspect.monitor.tensor_statistics import limits, named, narrower, statistics_of
+from policy.inspect.monitor.tensor_statistics import named, statistics_of
 
-TARGETS = {name: getattr(jnp, name) for name in ("float16", "float8_e4m3fn", "float8_e5m2")}
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -43,22 +42,15 @@ def reference(array: Any) -> dict[str, Any]:
         "inf": share(np.isinf(wide)),
         "below": share((finite > 0) & (finite < float(info.smallest_normal))),
         "above": share(finite == float(info.max)),
+        "lost": 0.0,
     }
-    for name in narrower(given.dtype):
-        with np.errstate(all="ignore"):
-            cast = given.astype(TARGETS[name]).astype(np.float64)
-        is_finite = np.isfinite(wide)
-        numbers[f"below_{name}"] = share(is_finite & (wide != 0) & (cast == 0))
-        numbers[f"above_{name}"] = share(is_finite & ~np.isfinite(cast))
-    if given.dtype.itemsize > 1:
-        numbers["below_int8"] = share((finite > 0) & (finite <= largest / 254))
     return numbers
 
 
 def edges(dtype):
-    """Returns numbers at the ends of the ranges of all dtypes, both signs, NaN and infinities."""
+    """Returns numbers at the ends of the ranges of dtypes, both signs, NaN and infinities."""
     found = [0.0, -0.0, 1.0, -3.0, 1e-3, np.inf, -np.inf, np.nan]
-    for one in (*TARGETS.values(), getattr(jnp, dtype)):
+    for one in (jnp.float16, jnp.float8_e5m2, getattr(jnp, dtype)):
         info = jnp.finfo(one)
         for edge in (info.max, info.smallest_normal, info.smallest_subnormal):
             edge = np.float64(np.asarray(edge, np.float64))
@@ -102,16 +94,6 @@ def test_statistics_of_float64_and_complex_numbers():
     found, expected = statistics(jnp.asarray(array)), reference(array)
     for name, number in expected.items():
         np.testing.assert_allclose(found[name], number, rtol=1e-6, atol=1e-80, err_msg=name)
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_limits_are_where_casts_begin_to_lose(name):
-    below, above = map(np.float32, limits(TARGETS[name]))
-    up, down = np.float32(np.inf), np.float32(0)
-    cast = lambda x: np.asarray(x).astype(TARGETS[name]).astype(np.float32)  # noqa: E731
-    with np.errstate(all="ignore"):
-        assert cast(below) == 0 < cast(np.nextafter(below, up))
-        assert np.isfinite(cast(np.nextafter(above, down))) and not np.isfinite(cast(above))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ NUMBERS = {
     "largest": 1.0,
     "mean_square": 0.25,
     "smallest": 1e-4,
-    **dict.fromkeys(("zeros", "nan", "inf", "below", "above"), 0.0),
+    **dict.fromkeys(("zeros", "nan", "inf", "below", "above", "lost"), 0.0),
 }
 
 
@@ -30,9 +30,8 @@ def row(
 def made(path: str, operation: str = "exp", **changes: Any) -> dict[str, Any]:
     """Returns an operation that made an infinity."""
     given = {"path": path, "direction": "forward", "operation": operation, "line": "model.py:31"}
-    nothing = dict.fromkeys(("layer", "examples", "devices"))
     value = {"dtype": "float16", "value": "inf", "is_fresh": True}
-    return {**given, **nothing, **value, **changes}
+    return {**given, "layer": None, **value, **changes}
 
 
 def entered(path: str, kind: str = "input") -> dict[str, Any]:

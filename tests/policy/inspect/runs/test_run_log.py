@@ -1,9 +1,7 @@
-"""The log of a run: written without waiting, resumed, read; and TensorBoard."""
+"""The log of a run: written without waiting, resumed and read."""
 
 import dataclasses
 import json
-import sys
-import types
 from typing import Any
 
 import jax
@@ -71,7 +69,7 @@ def test_a_snapshot_that_is_not_ready_waits_and_the_next_ones_behind_it(tmp_path
 def test_a_file_is_continued_and_later_steps_are_replaced(tmp_path):
     file = written(tmp_path, run_of(steps=5))
     with file.open("a") as unfinished:
-        unfinished.write('{"version":2,"step":5')  # the run was killed here
+        unfinished.write('{"version":3,"step":5')  # the run was killed here
     assert [one["step"] for one in read_records(file)] == [0, 1, 2, 3, 4]
     with policy.inspect.RunLog(file) as log:
         log.write(snapshot(record(3, row("new"))))
@@ -83,14 +81,14 @@ def test_a_file_is_continued_and_later_steps_are_replaced(tmp_path):
 @pytest.mark.parametrize("text", ["# Title\n", '{"version":9,"step":0}\n', "\xff\x00\n"])
 def test_a_file_without_a_record_is_rejected(tmp_path, text):
     (tmp_path / "other").write_text(text)
-    with pytest.raises(ValueError, match="has no record of a run in version 2, but"):
+    with pytest.raises(ValueError, match="has no record of a run in version 3, but"):
         policy.inspect.RunLog(tmp_path / "other")
 
 
 def test_a_bad_line_does_not_lose_the_log(tmp_path):
     file = written(tmp_path, run_of(steps=5))
     lines = file.read_text().splitlines()
-    bad = ["{", "null", '{"version":2,"step":"x"}', "\x00\xff"]
+    bad = ["{", "null", '{"version":3,"step":"x"}', "\x00\xff"]
     file.write_text("\n".join([*lines[:2], *bad, *lines[2:]]) + "\n")
     assert [one["step"] for one in read_records(file)] == [0, 1, 2, 3, 4]
 
@@ -122,43 +120,3 @@ def test_a_full_disk_does_not_end_training(tmp_path, monkeypatch):
 def test_a_folder_that_is_not_there_is_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"there is no folder .*missing"):
         policy.inspect.RunLog(tmp_path / "missing" / "run.jsonl")
-
-
-class Writer:
-    """Writes for TensorBoard as tensorboardX does; `Batch` as clu does."""
-
-    def __init__(self, folder):
-        self.folder, self.found = folder, {}
-        Writer.last = self
-
-    def add_scalar(self, name, value, step):
-        self.found[name, step] = value
-
-    def flush(self):
-        pass
-
-
-class Batch(Writer):
-    def write_scalars(self, step, scalars):
-        self.found |= {(name, step): value for name, value in scalars.items()}
-
-
-@pytest.mark.parametrize(("name", "writer"), [("tensorboardX", Writer), ("clu", Batch)])
-def test_tensorboard_gets_a_scalar_of_each_number(tmp_path, monkeypatch, name, writer):
-    for package in ("tensorboardX", "clu", "clu.metric_writers"):
-        monkeypatch.setitem(sys.modules, package, None)
-    for package in (name, f"{name}.metric_writers"):
-        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
-        monkeypatch.setattr(sys.modules[package], "SummaryWriter", writer, raising=False)
-    with policy.inspect.RunLog(tmp_path / "run.jsonl", tensorboard=tmp_path / "board") as log:
-        log.write(snapshot(record(7, row("a", largest=[1.0, "inf"]), scale=8.0)))
-    found = Writer.last.found
-    assert found["loss_scale", 7] == 8 and found["activation/a/zeros", 7] == 0
-    assert found["activation/a/largest/1", 7] == float("inf")
-
-
-def test_tensorboard_without_a_package_is_rejected(tmp_path, monkeypatch):
-    for package in ("tensorboardX", "clu", "clu.metric_writers"):
-        monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match="pip install tensorboardX"):
-        policy.inspect.RunLog(tmp_path / "run.jsonl", tensorboard=tmp_path)

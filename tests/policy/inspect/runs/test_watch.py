@@ -63,7 +63,7 @@ def test_no_control_character_reaches_the_terminal(log, capsys):
             ["missing.jsonl"],
             "There is no file missing.jsonl. Give the file that a RunLog",
         ),
-        (["README.md"], "README.md has no record of a run in version 2"),
+        (["README.md"], "README.md has no record of a run in version 3"),
     ],
 )
 def test_bad_files_are_rejected_by_name(arguments, message, capsys):
