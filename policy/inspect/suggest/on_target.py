@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,13 +27,11 @@ from policy.inspect.suggest.applied import (
 from policy.inspect.suggest.front import FrontPoint
 from policy.inspect.suggest.search import Search, WideModules
 from policy.inspect.suggest.suggestion import Suggestion
-from policy.inspect.suggest.trial import Trial, candidate_of
+from policy.inspect.suggest.trial import Trial
 from policy.inspect.traced.call import short_text
-from policy.programs.paths import Path, spelled
+from policy.programs.paths import spelled
 
 RuledRow = tuple[PolicyRules, CompiledRow]
-# A module that costs less than this share of the program is taken to cost so much.
-_LEAST_SHARE = 1e-4
 
 
 def require_timed(target: Target) -> None:
@@ -94,10 +91,8 @@ class FrontSearch:
           TypeError, ValueError: as `policy.estimate` does.
           ValueError: no rules meet the budget, or none of those fits into the target's memory.
         """
-        # The costs are those of the two ends: no module in float32, and all of them.
-        trial, every = self.trial, frozenset(range(len(self.trial.paths)))
-        half, full = (self._row(wide)[1].by_path for wide in (frozenset[int](), every))
-        search = trial.search(module_costs(half, full, trial.candidates, trial.costs))
+        trial = self.trial
+        search = trial.search(trial.costs)
         search.survey()
         asked = []
         if math.isfinite(self.budget):
@@ -197,43 +192,3 @@ def front_sets(
     ends = frozenset[int](), frozenset(order)
     between = (frozenset(order[:size]) for size in sizes)
     return list(dict.fromkeys([*ends, *asked, *between]))[:count]
-
-
-# --------------------------------------------------------------------------------------------------
-# The costs of modules
-# --------------------------------------------------------------------------------------------------
-
-
-def module_costs(
-    half: Mapping[Path, float],
-    full: Mapping[Path, float],
-    candidates: Mapping[Path, int],
-    written: Sequence[float],
-) -> list[float]:
-    """Returns the cost of keeping each module in float32, as a share of the program without rules.
-
-    It is the difference of its kernels' time between two programs. A kernel counts for one module,
-    even if it fuses operations of several, so a difference may be negative; a module that gains by
-    float32 takes the least cost. Exchanges are left out.
-
-    Args:
-      half: the times by path of the program without rules.
-      full: those of the program with every module in float32.
-      candidates: the number of each module's path, from 1.
-      written: the costs of the modules by their written FLOPs and bytes; these share out the whole
-        difference among modules that have no kernel to their name, and everything where one of the
-        programs doesn't fit.
-    """
-    total = sum(half.values())
-    costs = [cost / max(sum(written), 1e-12) for cost in written]
-    if total and full:
-        whole = max(sum(full.values()) / total - 1, 0.0)
-        before, after = defaultdict[int, float](float), defaultdict[int, float](float)
-        for by_path, by_module in ((half, before), (full, after)):
-            for path, time in by_path.items():
-                by_module[candidate_of(path, candidates)] += time
-        costs = [
-            (after[i] - before[i]) / total if before[i] or after[i] else whole * share
-            for i, share in enumerate(costs, 1)
-        ]
-    return [max(cost, _LEAST_SHARE) for cost in costs]

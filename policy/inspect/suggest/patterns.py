@@ -84,22 +84,7 @@ def _folded(ruled: Mapping[str, bool], known: set[str]) -> Iterable[tuple[str, b
         if len(names) > 1 and matched == set(names):
             yield pattern, wide
         else:
-            yield from ((one, wide) for one in _alternatives(names))
-
-
-def _alternatives(names: list[str]) -> Iterable[str]:
-    """Yields a pattern for three or more paths that differ in one number.
-
-    An example is ``layer_(?:3|7|9)/Dense_0``. Other paths each have their own pattern.
-    """
-    parts = [re.split(r"(\d+)", name) for name in names]
-    differing = [i for i, column in enumerate(zip(*parts, strict=False)) if len(set(column)) > 1]
-    if len(names) < 3 or len(differing) != 1:
-        yield from map(re.escape, names)
-        return
-    (i,) = differing
-    before, after = ("".join(map(re.escape, part)) for part in (parts[0][:i], parts[0][i + 1 :]))
-    yield f"{before}(?:{'|'.join(part[i] for part in parts)}){after}"
+            yield from ((re.escape(name), wide) for name in names)
 
 
 def code_of(rules: Iterable[tuple[Any, Any]]) -> str:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 WideModules = frozenset[int]
 FEW = 8  # the largest number of candidates of which all sets are measured
-# A set that meets the budget may have a predicted error this many times larger.
-NEAR = 1.25
-DEARER = 1.05  # a set may cost this factor more than the cheapest
 _MOST_CONFIRMATIONS = 6
-_MOST_SETS = 10_000  # to look at, most of them without a measurement
 CANCELLATION = 2.0  # the error of several may be this many times smaller than that of one of them
 
 
@@ -90,11 +85,6 @@ class Search:
         error = self.error(wide)
         return error is not None and error <= budget and wide not in self.rejected
 
-    def misses(self, wide: WideModules, budget: float) -> bool:
-        """Returns whether the error of a set is above the budget, measuring it if needed."""
-        error = self.error(wide)
-        return wide in self.rejected or (error is not None and error > budget)
-
     def survey(self) -> None:
         """Measures each candidate by itself."""
         self.alone = [self.measure_alone(i) for i in sorted(self.every)]
@@ -115,8 +105,8 @@ class Search:
     def least(self, budget: float) -> WideModules | None:
         """Returns a set that meets the budget, or None.
 
-        For few candidates it is the cheapest set. For many it is one of the fewest candidates, and
-        the cheapest of those, if a few causes make the error.
+        For few candidates it is the cheapest set. Of many it has no superfluous candidate, and
+        those that remove the most error by cost.
         """
         if self.meets(frozenset(), budget):
             return frozenset()
@@ -124,11 +114,11 @@ class Search:
             self.survey()
         if len(self.costs) <= FEW:
             return self._cheapest(budget)
-        if self.misses(self.every, budget):
+        if not self.meets(self.every, budget):
             return None
-        self._find_smallest(budget)
+        self.error(minimal(lambda wide: self.meets(wide, budget), self.order()))
         met = (wide for wide in self.known if self.meets(wide, budget))
-        return min(met, key=self._size, default=None)
+        return min(met, key=lambda wide: (len(wide), self.cost(wide)), default=None)
 
     def _cheapest(self, budget: float) -> WideModules | None:
         """Returns the cheapest set that meets the budget.
@@ -141,84 +131,32 @@ class Search:
         sets = sorted(filter(needed.issubset, subsets(self.every)), key=self.cost)
         return next((s for s in sets if self.meets(s, budget)), None)
 
-    def _find_smallest(self, budget: float) -> None:
-        """Measures a set of the fewest candidates that meets the budget, by its conflicts.
-
-        A conflict is a set of candidates that miss the budget in half precision, with all others in
-        float32: one of each must be in float32. A set that misses the budget shows a conflict that
-        it has no member of, and is tried again with each member added, the smallest sets first
-        (Reiter, "A theory of diagnosis from first principles", 1987).
-
-        Where many errors add up, conflicts are many and large. The set then has no superfluous
-        candidate, and those that remove the most error by cost.
-        """
-        order = self.order()
-        found = minimal(lambda wide: self.meets(wide, budget), order)
-        self.error(found)
-        conflicts: list[WideModules] = []
-        waiting = [(self._size([]), list[int]())]
-        for _ in range(_MOST_SETS):
-            size, members = heapq.heappop(waiting)
-            if size >= self._size(found) or len(members) > FEW:
-                return
-            wide = frozenset(members)
-            conflict = next((one for one in conflicts if not one & wide), None)
-            if conflict is None:
-                if not self.runs or self.meets(wide, budget):
-                    return
-                rest = [i for i in order if i not in wide]
-                conflict = minimal(lambda half: self.misses(self.every - half, budget), rest)
-                if len(conflict) > FEW:
-                    return
-                conflicts.append(conflict)
-            for larger in (sorted(wide | {i}) for i in conflict):
-                heapq.heappush(waiting, (self._size(larger), larger))
-
     def cost(self, wide: Collection[int]) -> float:
         """Returns the cost of a set."""
         return sum(self.costs[i] for i in wide)
-
-    def _size(self, wide: Collection[int]) -> tuple[int, float]:
-        return len(wide), self.cost(wide)
-
-    def nearly(self, wide: WideModules | None, budget: float) -> list[WideModules]:
-        """Returns at most two cheaper sets that were measured to miss the budget by little.
-
-        The cheapest comes first. For many candidates there are none.
-        """
-        if not wide or len(self.costs) > FEW:
-            return []
-        near = (s for s, error in self.known.items() if budget < error <= NEAR * budget)
-        cheaper = (s for s in near if self.cost(s) * DEARER < self.cost(wide))
-        return sorted(cheaper, key=self.cost)[:2]
 
     def confirmed(
         self, budget: float, applied: Callable[[WideModules], float]
     ) -> tuple[WideModules, float, int]:
         """Returns a set that meets the budget when it is applied, its error, and the attempts.
 
-        Sets that cost less and are predicted to miss the budget by little are tried first: some of
-        them meet it. After a miss the next set is chosen, and after two misses for a budget reduced
-        by the factor of the measurements' optimizm. The last set tried has all candidates in
-        float32; its error may be above the budget.
+        After a miss the next set is chosen, for a budget reduced by the factor by which the
+        measurements were too small. The last set tried has all candidates in float32; its error may
+        be above the budget.
 
         Args:
           budget: the error allowed.
           applied: returns the error of a set whose rules are applied.
         """
-        nearly = self.nearly(self.least(budget), budget)
-        goal, optimizm, attempt = budget, 1.0, 0
-        while True:
-            attempt += 1
-            late = attempt - len(nearly)
-            wide = self.least(goal) if 0 < late < _MOST_CONFIRMATIONS else None
-            wide = nearly[attempt - 1] if late <= 0 else wide
-            wide = self.every if wide is None or wide in self.rejected else wide
+        goal = budget
+        for attempt in itertools.count(1):
+            wide = self.least(goal) if attempt <= _MOST_CONFIRMATIONS else None
+            wide = self.every if wide is None else wide
             error = applied(wide)
             if error <= budget or wide == self.every:
                 return wide, error, attempt
             self.rejected.add(wide)
-            if late > (2 if len(self.costs) <= FEW else 0):
+            if attempt > (2 if len(self.costs) <= FEW else 0):
                 measured = self.known.get(wide, error)
-                optimizm = max(optimizm, error / measured if measured else math.inf)
-                goal = 0.999 * budget / optimizm
+                goal = min(goal, 0.999 * budget * measured / error)
+        raise AssertionError("the last set has all candidates")

@@ -43,10 +43,10 @@ def suggest(
 
     One program, compiled once, computes the function in float32 and rounds each value as the policy
     would, except at the paths selected by its flags. It measures each path alone in half precision,
-    then sets of paths: of up to 8 paths it finds the cheapest set, of n more the one of fewest
-    paths in at most 3 n log2(n) runs. Then the rules are applied in a second program, whose outputs
-    are measured. If it misses the budget, another set is confirmed, with one more compilation each
-    time.
+    then sets of paths: of up to 8 paths it finds the cheapest set, of n more one without a
+    superfluous path, in at most 3 n log2(n) runs. Then the rules are applied in a second program,
+    whose outputs are measured. If it misses the budget, another set is confirmed, with one more
+    compilation each time.
 
     >>> import jax
     >>> import jax.numpy as jnp

@@ -23,8 +23,6 @@ class Evidence:
       alone: the error with this path alone in half precision, and everything else in float32; NaN
         if it was not measured, as where no rules are needed.
       cost: its share of the program's half-precision FLOPs plus its share of the bytes; at most 2.
-        With a target, the time that it takes longer in float32, as a share of the program's without
-        rules.
       keeps: whether it is kept in float32.
     """
 
@@ -126,11 +124,10 @@ class Suggestion:
             lines += front_lines(self.points, self.chosen, self.target, self.timing, count)
             lines.append("")
         lines.append(f"# {'path':<50} {'error, alone in half':>20} {'cost':>8}")
-        whole = 1 if self.target else 2
         for one in self.evidence:
             alone = "-" if math.isnan(one.alone) else f"{one.alone:.3g}"
             kept = "  kept in float32" if one.keeps else ""
-            lines.append(f"# {one.path:<50} {alone:>20} {one.cost / whole:>8.2%}{kept}")
+            lines.append(f"# {one.path:<50} {alone:>20} {one.cost / 2:>8.2%}{kept}")
         return "\n".join(lines)
 
     def _headline(self) -> str:

@@ -22,7 +22,7 @@ from policy.inspect.estimate.steps import Step
 from policy.inspect.estimate.targets import CHIPS, Target
 from policy.inspect.hlo.memory import MemoryUse
 from policy.inspect.suggest.front import FrontPoint, front_lines, unbeaten
-from policy.inspect.suggest.on_target import front_sets, module_costs
+from policy.inspect.suggest.on_target import front_sets
 from policy.inspect.suggest.suggest import suggest
 from policy.inspect.suggest.suggestion import Suggestion
 from policy.inspect.traced.call import traced_call
@@ -285,28 +285,6 @@ def test_an_nnx_model_of_flax_has_a_front_and_is_as_it_was(compiler: Compiler) -
 
 
 # ----------------------------------------------------------------------------- the costs of modules
-
-
-A, B, C = ("Net", "a"), ("Net", "b"), ("Net", "c")
-CANDIDATES = {A: 1, B: 2, C: 3}
-DIVIDED = {A: 10.0, (*A, "in"): 10.0, B: 60.0, C: 20.0}
-
-
-@pytest.mark.parametrize(
-    ("half", "full", "costs"),
-    [
-        # the difference of its kernels, inner scopes included
-        (DIVIDED, {A: 50.0, B: 90.0, C: 25.0}, (0.3, 0.3, 0.05)),
-        # one that gains by float32 takes the least cost, one without kernels a share
-        ({A: 60.0, (): 40.0}, {A: 50.0, (): 150.0}, (1e-4, 0.75, 1e-4)),
-        # where a program does not fit, written costs rank
-        ({}, {A: 1.0}, (0.25, 0.75, 1e-4)),
-        ({A: 1.0}, {}, (0.25, 0.75, 1e-4)),
-    ],
-)
-def test_a_module_costs_what_float32_adds_to_its_kernels(half: Any, full: Any, costs: Any) -> None:
-    found = module_costs(half, full, CANDIDATES, [1.0, 3.0, 0.0])
-    assert found == pytest.approx(costs)
 
 
 # --------------------------------------------------------------------------------------- rejections
