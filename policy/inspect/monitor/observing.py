@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-import jax.core
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from policy.core.arrays import axes_of_leaves
@@ -51,10 +48,12 @@ _PASSES = ("forward", "backward")
 class _Origin(ValueOrigin):
     """The origin of a value.
 
-    Its `code` is one of `nonfinite.FinitenessCodes`, None before it is known.
+    Its `code` is one of `nonfinite.FinitenessCodes`, None before it is known. `is_infinite` tells
+    whether it was moved from a constant with infinities or NaN.
     """
 
     code: frozenset[int] | None = None
+    is_infinite: bool = False
 
 
 def observed(step: TrainStep, log: StepLog) -> Callable[..., dict[int, Any]]:
@@ -151,7 +150,8 @@ class Observer(ModuleValueInterpreter):
             self._measure_read(read, arrays, outputs)
         operation, line = self.made_by(equation, place, values)
         code = self._code_of_results(equation, values, outputs, (operation, line))
-        origin = _Origin(place, operation, line, code=code)
+        is_infinite = name in EXACT | MOVES_DATA and any(map(_is_infinite, values))
+        origin = _Origin(place, operation, line, code=code, is_infinite=is_infinite)
         return [PlacedValue([output], dataclasses.replace(origin)) for output in outputs]
 
     def _code_of_results(
@@ -164,28 +164,35 @@ class Observer(ModuleValueInterpreter):
         """Returns the code of an equation's results, and flags an operation that may make it."""
         if not any(is_measured(dtype_of(variable)) for variable in equation.outvars):
             return frozenset()
-        has_constant = any(nonfinite.is_infinite_constant(value.arrays[0]) for value in values)
+        finite = [value for value in values if not _is_infinite(value)]
+        has_constant = len(finite) < len(values)
         if nonfinite.keeps_finite(equation) and not has_constant:
             return frozenset[int]().union(*map(self._code, values))
         after = frozenset[int]().union(*map(self.finite.of, outputs))
-        place = self.place_of(equation)
-        if equation.primitive.name in EXACT | MOVES_DATA or place.direction == "again":
+        if equation.primitive.name in EXACT | MOVES_DATA:
             return after
-        # a constant number such as an infinite weight of a loss makes its result infinite
-        arrays = [value.arrays[0] for value in values]
-        own = [np.shape(one) != () or isinstance(one, jax.core.Tracer) for one in arrays]
-        before = frozenset[int]().union(*map(self._code, itertools.compress(values, own)))
+        # an infinite constant such as a weight of a loss makes its result infinite
+        before = frozenset[int]().union(*map(self._code, finite))
+        origin = _Origin(self.place_of(equation), *made_by)
+        if origin.primitive == "integer_pow" and equation.params.get("y", 0) < 0:
+            origin.primitive = "div"
+        origin.primitive += " of an infinite constant" * has_constant
         leaf = self.reads.leaves.get((self.chain, id(equation)))
+        self._flag(origin, dtype_of(equation.outvars[0]), after, before, leaf)
+        return after
+
+    def _flag(
+        self, origin: _Origin, dtype: Any, after: Any, before: Any, leaf: int | None = None
+    ) -> None:
+        """Flags an operation whose results may be less finite than its operands, by their codes."""
+        place = origin.place
+        if place.direction == "again":
+            return
         where = place.path if leaf is None else self.paths[leaf]
         direction = place.direction if leaf is None else "update"
         self.flags.append(nonfinite.Flag(len(self.log.operations), after, before))
-        operation, line = made_by
-        if operation == "integer_pow" and equation.params.get("y", 0) < 0:
-            operation = "div"
-        dtype = str(dtype_of(equation.outvars[0]))
-        line = line.partition(" (")[0]
-        self.log.operations.append((where, direction, operation, line, dtype))
-        return after
+        line = origin.source.partition(" (")[0]
+        self.log.operations.append((where, direction, origin.primitive, line, str(dtype)))
 
     def _code(self, value: PlacedValue) -> frozenset[int]:
         if value.origin is None or value.origin.code is None:
@@ -249,9 +256,14 @@ class Observer(ModuleValueInterpreter):
         """Runs a body, whose measurements are known only inside it."""
         outputs = super().body(jaxpr, consts, list(map(self._entering, args)))
         for value, atom, readers in zip(outputs, jaxpr.outvars, self.readers, strict=False):
-            if value.origin is not None and value.origin.place.direction in readers:
+            if value.origin is None:
+                continue
+            if value.origin.place.direction in readers:
                 reader = self.place._replace(direction=value.origin.place.direction)
                 self._read(value, reader, dtype_of(atom))
+            if value.origin.primitive and is_measured(dtype_of(atom)):  # taken to be finite so far
+                after, before = self.finite.of(value.arrays[0]), self._code(value)
+                self._flag(value.origin, dtype_of(atom), after, before)
         if self.flags:
             key = self.log.new_key(NumbersPlace(self.scans))
             self.log.firsts.append(key)
@@ -268,6 +280,12 @@ class Observer(ModuleValueInterpreter):
 def _without_code(origin: Any) -> Any:
     """Returns an origin for another trace, which has no traced values of this one."""
     return origin and dataclasses.replace(origin, code=None)
+
+
+def _is_infinite(value: PlacedValue) -> bool:
+    """Returns whether a value is a constant with infinities or NaN, or was moved from one."""
+    is_moved = value.origin is not None and value.origin.is_infinite
+    return is_moved or nonfinite.is_infinite_constant(value.arrays[0])
 
 
 def is_measured(dtype: Any) -> bool:

@@ -20,7 +20,6 @@ NOT_FINITE = "not-finite"
 INPUT = "input-not-finite"
 STATE = "state-not-finite"
 SCALE = "loss-scale"
-SKIPS = "many-skips"
 VANISHED = "vanished-updates"
 NO_UPDATE = "no-updates"
 UNDERFLOW = "underflow"
@@ -28,8 +27,6 @@ UNDERFLOW = "underflow"
 LEAST = 3  # records in a row, for what one record does not show
 HALF = 0.5  # the share that is too much of updates and gradients
 SAME_SCALE = 4  # skipped steps at one loss scale
-SKIPPED = 0.1  # the share of skipped steps, after the first ones
-SETTLED = 30  # steps, in which a loss scale finds its level
 IDLE = 10  # records in a row without a change of params
 
 ADVICE_KINDS = {
@@ -40,7 +37,6 @@ ADVICE_KINDS = {
     STATE: "Params or state are not finite before a step, and no recorded step made them so.",
     SCALE: "The loss scale is below 1, or at 1 and gradients still overflow in "
     f"{LEAST} or more steps; or {SAME_SCALE} or more overflow at one scale, that stays.",
-    SKIPS: f"Over {SKIPPED:.0%} of the steps are skipped, without the first {SETTLED}.",
     VANISHED: f"{HALF:.0%} or more of a param's updates round away, in {LEAST} or more records in "
     "a row; params in 16 bits or fewer.",
     NO_UPDATE: f"No param changes in {IDLE} or more records in a row; updates are 0, gradients "
@@ -161,6 +157,8 @@ def _cause(first: Mapping[str, Any], kind: str, before: int | None) -> tuple[str
     said = f"{operation} ({first['direction']}) in {dtype} is {value}"
     if not first["is_fresh"]:
         return NOT_FINITE, f"{said}: an operand is infinite."
+    if " " in operation:  # of an infinite constant
+        return NOT_FINITE, f"{said}."
     if (operation, first["value"]) in _DIVISIONS:
         tiny = float(jnp.finfo(dtype).smallest_subnormal) / 2
         rounds = f" {dtype} rounds numbers below {tiny:.2g}, such as an epsilon, to 0."
@@ -189,40 +187,32 @@ def _is_search(record: RunRecord, first: Mapping[str, Any]) -> bool:
 
 
 def _scale(records: Sequence[RunRecord]) -> Iterator[Advice]:
-    """Yields advice on the loss scale and on skipped steps."""
+    """Yields advice on the loss scale."""
     scaled = [record for record in records if record["loss_scale"] is not None]
-    missed = [one for one in scaled if one["skipped"] and _direction(one) != "forward"]
-    low = [one for one in scaled if float(one["loss_scale"]) < 1]
-    if low:
-        scale = min(float(one["loss_scale"]) for one in low)
-        said = f"The loss scale fell to {scale:.3g}. Below 1 it loses gradients: that of"
+    scales = {float(record["loss_scale"]) for record in scaled}
+    missed = [
+        one
+        for one in scaled
+        if one["skipped"] and not (one["first"] and one["first"]["direction"] == "forward")
+    ]
+    if low := [one for one in scaled if float(one["loss_scale"]) < 1]:
+        said = f"The loss scale fell to {min(scales):.3g}. Below 1 it loses gradients: that of"
         yield _on_scale(low, f'{said} loss_scale="dynamic" is never below 1.')
     at_floor = [one for one in missed if float(one["loss_scale"]) == 1]
     if len(at_floor) >= LEAST:
         said = f"The loss scale is at its minimum of 1, and gradients of {len(at_floor)} steps"
         yield _on_scale(at_floor, f"{said} overflow.")
-    scales = {float(record["loss_scale"]) for record in scaled}
     if len(scales) == 1 and min(scales) > 1 and len(missed) >= SAME_SCALE:
         said = f"Gradients overflow at the loss scale {min(scales):g} in {len(missed)} steps."
         yield _on_scale(missed, f'{said} It stays: loss_scale="dynamic" halves it.')
-    start = scaled[0]["step"] + SETTLED if scaled else 0
-    late = [one for one in scaled if one["skipped"] and one["step"] >= start]
-    count = scaled[-1]["step"] - start + 1 if scaled else 0
-    if len(late) > max(SAME_SCALE, SKIPPED * count):
-        said = f"{len(late)} steps are skipped, {len(late) / count:.1%} of those after {start}."
-        yield _on_scale(late, said, SKIPS)
 
 
-def _on_scale(alike: Sequence[RunRecord], message: str, kind: str = SCALE) -> Advice:
+def _on_scale(alike: Sequence[RunRecord], message: str) -> Advice:
     firsts = [one["first"] for one in alike if one["first"]]
     paths = collections.Counter(first["path"] for first in firsts)
     path = paths.most_common(1)[0][0] if paths else ""
     line = next((first["line"] for first in firsts), "")
-    return Advice(kind, path, alike[0]["step"], alike[-1]["step"], message, line)
-
-
-def _direction(record: RunRecord) -> str:
-    return record["first"]["direction"] if record["first"] else ""
+    return Advice(SCALE, path, alike[0]["step"], alike[-1]["step"], message, line)
 
 
 # --------------------------------------------------------------------------------------------------

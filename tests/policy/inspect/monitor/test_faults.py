@@ -62,14 +62,16 @@ def test_a_nan_gradient_under_a_finite_loss_is_named_at_its_step(inside):
     assert found.line.startswith("test_faults.py:")
 
 
-def test_a_loss_that_is_infinite_in_every_step_by_a_constant_is_named():
+@pytest.mark.parametrize("constant", [np.float32(np.inf), np.array([1, np.inf], np.float32)])
+def test_a_loss_that_is_infinite_in_every_step_by_a_constant_is_named(constant):
     def loss_fn(params, x):
         with jax.named_scope("penalty"):
-            return loss_of(params, x) + np.float32(np.inf)
+            return jnp.sum(loss_of(params, x) + constant)
 
     (found,) = advise(records_of(sgd(loss_fn), (weights(),), BATCHES, every=5))
-    assert (found.path, found.step, found.until) == ("penalty", 0, 15)
-    assert "add (forward)" in found.message
+    assert (found.kind, found.path) == ("not-finite", "penalty")
+    assert (found.step, found.until) == (0, 15)
+    assert "add of an infinite constant (forward) in float32 is infinite." in found.message
 
 
 def test_a_clip_whose_norm_overflows_is_why_no_param_changes():

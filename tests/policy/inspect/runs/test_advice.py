@@ -44,12 +44,6 @@ FAULTS = {
     "loss-scale": (
         "block", 1,
         [record(step, found=BACKWARD, scale=1.0, skipped=True) for step in range(1, 9)]),
-    "many-skips": (
-        "block", 32,
-        [
-            record(step, found=BACKWARD, scale=2.0 ** (step % 3 + 1), skipped=True)
-            for step in range(0, 60, 4)
-        ]),
 }  # fmt: skip
 
 

@@ -173,12 +173,7 @@ def test_without_a_budget_the_rules_are_those_of_the_cheapest_point_and_each_has
     errors = [point.error for point in found.front]
     assert len(times) > 2 and times == sorted(times) and errors == sorted(errors, reverse=True)
     assert all(point.cycles == pytest.approx(point.seconds * 1.5e9) for point in found.front)
-    # modules are ranked by the cycles that float32 adds; a cast outside of all is in no cost
-    costs, ends = {one.path: one.cost for one in found.evidence}, (found.front[0], found.front[-1])
-    assert costs["third"] > 10 * costs["first"], "it has 64 times the outputs"
-    added = ends[1].cycles / ends[0].cycles - 1
-    assert [len(point.paths) for point in ends] == [0, 3]
-    assert sum(costs.values()) == pytest.approx(added, rel=0.1)
+    assert [len(found.front[end].paths) for end in (0, -1)] == [0, 3]
 
 
 @pytest.mark.slow
@@ -282,9 +277,6 @@ def test_an_nnx_model_of_flax_has_a_front_and_is_as_it_was(compiler: Compiler) -
     assert {"up", "norm"} <= {e.path for e in found.evidence}
     after = jax.tree.map(np.asarray, flax_nnx.state(net))
     assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
-
-
-# ----------------------------------------------------------------------------- the costs of modules
 
 
 # --------------------------------------------------------------------------------------- rejections
