@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from policy.autocasting.parameters import ParamsArgument
@@ -14,7 +13,7 @@ from policy.core.messages import DtypePolicyWarning
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.inspect.estimate.costing import CompiledRow, compiled_row
-from policy.inspect.estimate.placement import Placement, placement_of
+from policy.inspect.estimate.placement import placement_of
 from policy.inspect.estimate.steps import Candidate, MadeCall, Step, traced_step
 from policy.inspect.estimate.targets import Target
 from policy.inspect.suggest.applied import (
@@ -31,7 +30,7 @@ from policy.inspect.suggest.trial import Trial
 from policy.inspect.traced.call import short_text
 from policy.programs.paths import spelled
 
-RuledRow = tuple[PolicyRules, CompiledRow]
+RowCompiler = Callable[[WideModules], tuple[PolicyRules, CompiledRow]]
 
 
 def require_timed(target: Target) -> None:
@@ -50,128 +49,114 @@ def require_timed(target: Target) -> None:
     _ = target.devices
 
 
-@dataclasses.dataclass
-class FrontSearch:
-    """Searches for the front of error against cost, and for the point on it that a budget chooses.
+def row_compiler(
+    trial: Trial,
+    target: Target,
+    call: MadeCall,
+    policy: Policy,
+    backward: bool,
+    params: ParamsArgument,
+    mesh: Mapping[str, int] | None,
+    shardings: Any,
+) -> RowCompiler:
+    """Returns a function that compiles a call for a target, for candidates in float32.
 
-    Each set of rules is compiled once for the target.
+    It returns the first rules under which the call can be traced, and the costs of the program. The
+    arguments are those of `suggest` and of `policy.estimate`.
+    """
+    placement = placement_of(target, mesh, shardings, (call.args, call.kwargs))
+    row, route = Candidate(short_text(policy), policy, {}), trial.program.route
 
-    Attributes:
+    def step(rules: PolicyRules) -> Step:
+        return traced_step(call, row, rules if rules else None, None, backward, params, route)
+
+    def compiled(wide: WideModules) -> tuple[PolicyRules, CompiledRow]:
+        with placement.scope(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DtypePolicyWarning)  # suggest's own trace told them
+            rules, traced = first_that_runs(rules_for(trial, wide), step)
+        return rules, compiled_row(row, call, traced, placement, shardings)
+
+    return compiled
+
+
+def suggestion_on(
+    trial: Trial, target: Target, compiled: RowCompiler, count: int, budget: float
+) -> Suggestion:
+    """Returns the front of error against cost, with the point on it that a budget chooses.
+
+    Args:
       trial: the compiled program of `suggest`.
       target: the devices.
-      call: the function and its arguments.
-      policy: the policy beside the rules.
-      backward, params: as for `suggest`.
-      mesh, shardings: as for `policy.estimate`.
+      compiled: compiles the call for the target.
       count: the most points.
       budget: the error allowed; infinite for any.
-      rows: the rules and costs of the programs for the target, by the candidates in float32.
-      measured: errors with the rules applied, by the candidates in float32.
-      confirmations: the number of programs in which rules were applied to measure their error.
+
+    Raises:
+      TypeError, ValueError: as `policy.estimate` does.
+      ValueError: no rules meet the budget, or none of those fits into the target's memory.
     """
-
-    trial: Trial
-    target: Target
-    call: MadeCall
-    policy: Policy
-    backward: bool
-    params: ParamsArgument
-    mesh: Mapping[str, int] | None
-    shardings: Any
-    count: int
-    budget: float
-    rows: dict[WideModules, RuledRow] = dataclasses.field(default_factory=dict)
-    measured: dict[WideModules, float] = dataclasses.field(default_factory=dict)
-    confirmations: int = 0
-
-    def suggestion(self) -> Suggestion:
-        """Returns the suggestion.
-
-        Raises:
-          TypeError, ValueError: as `policy.estimate` does.
-          ValueError: no rules meet the budget, or none of those fits into the target's memory.
-        """
-        trial = self.trial
-        search = trial.search(trial.costs)
-        search.survey()
-        asked = []
-        if math.isfinite(self.budget):
-            wide, _, error, self.confirmations = confirmed(trial, search, self.budget)
-            self.measured[wide] = error
-            asked = [wide]
-        sets = front_sets(search.order(), self.count, asked)
-        search.runs = max(search.runs, len(sets))
-        chosen = self._chosen(search, sets)
-        points = {wide: self._point(search, wide) for wide in sets}
-        if chosen is None and asked:
-            within = [point for point in points.values() if point.error <= self.budget]
-            missing = min((point.missing for point in within if not point.fits), default=0)
-            raise ValueError(
-                f"No rules within an error of {self.budget:.3g} fit into the memory of "
-                f"{self.target.name}: at least {missing / 2**30:.2f} GiB are missing. Spread the "
-                "step with shardings=; policy.estimate shows what uses the memory."
-            )
-        wide = frozenset() if chosen is None else chosen
-        rules = PolicyRules([]) if chosen is None else self._row(wide)[0]
-        error = self.measured.get(wide, math.nan)
-        return dataclasses.replace(
-            suggestion_of(trial, search, wide, rules, self.budget, error, self.confirmations),
-            target=self.target.name,
-            timing=self.target.timing,
-            points=tuple(sorted(points.values(), key=_cost)),
-            chosen=None if chosen is None else points[chosen],
-            programs=len(self.rows),
+    search = trial.search(trial.costs)
+    search.survey()
+    measured: dict[WideModules, float] = {}
+    confirmations = 0
+    if math.isfinite(budget):
+        wide, _, error, confirmations = confirmed(trial, search, budget)
+        measured[wide] = error
+    sets = front_sets(search.order(), count, measured)
+    search.runs = max(search.runs, len(sets))
+    points = {
+        wide: _point(trial, search, wide, *compiled(wide), measured.get(wide)) for wide in sets
+    }
+    chosen: WideModules | None = None
+    for wide, point in sorted(points.items(), key=lambda pair: _cost(pair[1])):
+        if not point.fits or point.error > budget or chosen is not None:
+            continue
+        if point.is_emulated:
+            confirmations += 1
+            error = applied(trial, wide, [point.rules])[1]
+            points[wide] = dataclasses.replace(point, error=error, is_emulated=False)
+        chosen = wide if points[wide].error <= budget else None
+    if chosen is None and math.isfinite(budget):
+        within = [point for point in points.values() if point.error <= budget]
+        missing = min((point.missing for point in within if not point.fits), default=0)
+        raise ValueError(
+            f"No rules within an error of {budget:.3g} fit into the memory of {target.name}: at "
+            f"least {missing / 2**30:.2f} GiB are missing. Spread the step with shardings=; "
+            "policy.estimate shows what uses the memory."
         )
+    point = None if chosen is None else points[chosen]
+    rules, error = (PolicyRules([]), math.nan) if point is None else (point.rules, point.error)
+    wide = chosen or frozenset()
+    return dataclasses.replace(
+        suggestion_of(trial, search, wide, rules, budget, error, confirmations),
+        target=target.name,
+        timing=target.timing,
+        points=tuple(sorted(points.values(), key=_cost)),
+        chosen=point,
+        programs=len(points),
+    )
 
-    @functools.cached_property
-    def _placement(self) -> Placement:
-        arguments = (self.call.args, self.call.kwargs)
-        return placement_of(self.target, self.mesh, self.shardings, arguments)
 
-    def _row(self, wide: WideModules) -> RuledRow:
-        """Compiles the call under the first rules of a set under which it can be traced."""
-        if wide in self.rows:
-            return self.rows[wide]
-        row, route = Candidate(short_text(self.policy), self.policy, {}), self.trial.program.route
-
-        def step(rules: PolicyRules) -> Step:
-            named = rules if rules else None
-            return traced_step(self.call, row, named, None, self.backward, self.params, route)
-
-        with self._placement.scope(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DtypePolicyWarning)  # suggest's own trace told them
-            rules, traced = first_that_runs(rules_for(self.trial, wide), step)
-        found = compiled_row(row, self.call, traced, self._placement, self.shardings)
-        self.rows[wide] = rules, found
-        return self.rows[wide]
-
-    def _chosen(self, search: Search, sets: Sequence[WideModules]) -> WideModules | None:
-        """Returns the cheapest set that fits and meets the budget in a measured run."""
-        for wide in sorted(sets, key=lambda wide: _cost(self._point(search, wide))):
-            point = self._point(search, wide)
-            if not point.fits or point.error > self.budget:
-                continue
-            if wide not in self.measured:
-                self.confirmations += 1
-                self.measured[wide] = applied(self.trial, wide, [point.rules])[1]
-            if self.measured[wide] <= self.budget:
-                return wide
-        return None
-
-    def _point(self, search: Search, wide: WideModules) -> FrontPoint:
-        rules, row = self._row(wide)
-        cost = row.cost
-        return FrontPoint(
-            rules,
-            tuple(spelled(self.trial.paths[i]) for i in sorted(wide)),
-            self.measured.get(wide, search.error(wide) or 0.0),
-            None if cost.is_exhausted else cost.cycles,
-            None if cost.is_exhausted else cost.seconds,
-            cost.exchange_seconds,
-            0 if cost.fits is not False else max(-(cost.spare or 0), 1),
-            wide not in self.measured,
-            cost.is_lower_bound,
-        )
+def _point(
+    trial: Trial,
+    search: Search,
+    wide: WideModules,
+    rules: PolicyRules,
+    row: CompiledRow,
+    measured: float | None,
+) -> FrontPoint:
+    cost = row.cost
+    return FrontPoint(
+        rules,
+        tuple(spelled(trial.paths[i]) for i in sorted(wide)),
+        (search.error(wide) or 0.0) if measured is None else measured,
+        None if cost.is_exhausted else cost.cycles,
+        None if cost.is_exhausted else cost.seconds,
+        cost.exchange_seconds,
+        0 if cost.fits is not False else max(-(cost.spare or 0), 1),
+        measured is None,
+        cost.is_lower_bound,
+    )
 
 
 def _cost(point: FrontPoint) -> float:

@@ -15,7 +15,7 @@ from policy.core.scope import traced_for
 from policy.inspect.estimate.steps import MadeCall
 from policy.inspect.estimate.targets import Target
 from policy.inspect.suggest.applied import confirmed, suggestion_of
-from policy.inspect.suggest.on_target import FrontSearch, require_timed
+from policy.inspect.suggest.on_target import require_timed, row_compiler, suggestion_on
 from policy.inspect.suggest.patterns import ListeningRules
 from policy.inspect.suggest.suggestion import Suggestion
 from policy.inspect.suggest.trial import Trial
@@ -103,9 +103,9 @@ def suggest(
     trial = _trial(call, (fn, args, kwargs), policy, params)
     with naming(trial.paths):
         if on is not None and policy is not None:
-            made, layout = MadeCall(fn, args, kwargs, False), (mesh, shardings)
-            of_call = (on, made, policy, backward, params, *layout)
-            return FrontSearch(trial, *of_call, points, budget).suggestion()
+            made = MadeCall(fn, args, kwargs, False)
+            compiled = row_compiler(trial, on, made, policy, backward, params, mesh, shardings)
+            return suggestion_on(trial, on, compiled, points, budget)
         search = trial.search(trial.costs)
         wide, rules, measured, attempts = confirmed(trial, search, budget)
         return suggestion_of(trial, search, wide, rules, budget, measured, attempts)
