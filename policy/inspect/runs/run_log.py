@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import json
 import os
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -25,9 +24,8 @@ _FIELDS = frozenset(("skipped", "loss_scale", "first", "outputs", "entered", "ma
 class RunLog:
     """A JSON-lines file of the snapshots of a run, with one record in a line.
 
-    A file that exists is continued. A record of a step that the file is already beyond, as after
-    a restart from a checkpoint, replaces the records from that step on: readers leave them out.
-    Records that two processes write at the same time are all kept.
+    A file that exists is continued. Records that two processes write at the same time are all
+    kept.
 
     >>> import tempfile
     >>> import jax.numpy as jnp
@@ -43,7 +41,8 @@ class RunLog:
 
     Args:
       path: of the file.
-      step: the step that the run resumes at. Records of it and of later steps are left out.
+      step: the step that the run resumes at, as from a checkpoint. The file's records of it and of
+        later steps are replaced: readers leave them out.
 
     Raises:
       ValueError: the file is not a run's log, or its folder is not there.
@@ -54,7 +53,6 @@ class RunLog:
         if not self.path.parent.is_dir():
             raise ValueError(f"{path} can't be written: there is no folder {self.path.parent}.")
         self._waiting: collections.deque[Any] = collections.deque()
-        self._writer = uuid.uuid4().hex[:8]
         if self.path.exists():
             read_records(self.path)  # rejects other files
             if step is not None:
@@ -109,7 +107,6 @@ class RunLog:
     def _write_line(self, line: Mapping[str, Any]) -> None:
         if jax.process_index():
             return  # each process has the same records
-        line = {"writer": self._writer, **line}
         text = json.dumps(line, allow_nan=False, separators=(",", ":"))
         try:
             with self.path.open("a+b", buffering=0) as file:
@@ -138,27 +135,17 @@ def read_records(path: str | Path) -> list[RunRecord]:
       ValueError: there is no such file, or it has lines, and none is a record of this version.
     """
     lines = list(_lines(Path(path)))
-    given = [(number, line) for number, line in enumerate(map(_record, lines)) if line]
+    given = [line for line in map(_record, lines) if line]
     if not given and any(lines):
         raise ValueError(
             f"{path} has no record of a run in version {VERSION}, but {lines[0][:40]!r}. Give the "
             "file that policy.inspect.RunLog wrote."
         )
-    last = {line.get("writer"): number for number, line in given}
     found: list[RunRecord] = []
-    begun: set[Any] = set()
-    for number, line in given:
-        step, writer = line.get("restart", line.get("step")), line.get("writer")
-        if found and (writer not in begun or found[-1]["step"] >= step):
-            # those of a writer that goes on are of another process
-            ended = {one for one in begun if last[one] < number} if writer not in begun else set()
-            found = [
-                one
-                for one in found
-                if one["step"] < step or one.get("writer") not in {writer, *ended}
-            ]
-        begun.add(writer)
-        if "restart" not in line:
+    for line in given:
+        if "restart" in line:
+            found = [one for one in found if one["step"] < line["restart"]]
+        else:
             found.append(line)
     return sorted(found, key=lambda record: record["step"])
 

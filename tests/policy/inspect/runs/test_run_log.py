@@ -71,7 +71,7 @@ def test_a_file_is_continued_and_later_steps_are_replaced(tmp_path):
     with file.open("a") as unfinished:
         unfinished.write('{"version":3,"step":5')  # the run was killed here
     assert [one["step"] for one in read_records(file)] == [0, 1, 2, 3, 4]
-    with policy.inspect.RunLog(file) as log:
+    with policy.inspect.RunLog(file, step=3) as log:
         log.write(snapshot(record(3, row("new"))))
         assert steps(log) == [0, 1, 2, 3] and log.records()[3]["rows"]
     with policy.inspect.RunLog(file, step=2) as log:
