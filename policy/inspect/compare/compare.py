@@ -17,6 +17,7 @@ from policy.inspect.compare.comparison import Comparison, OperandCodes, Row, Row
 from policy.inspect.compare.recorder import Log, Measurement, Recording
 from policy.inspect.compare.statistics import NAMES, is_discrete, limit_of
 from policy.inspect.compare.two_programs import (
+    Beside,
     beside_each_other,
     beside_itself,
     other_program,
@@ -121,11 +122,15 @@ def compare(
     if policy is not None and program.route == "scope":
         policy = obeyed_policy(policy, rules, asked)
     if beside is None:
-        found = _beside_float32(program, on)
+        names, recordings = (function_name(fn), ""), _recordings(program, on)
+        found = beside_itself(*recordings)
     else:
-        other = other_program(beside, fn, args, kwargs, policy, params, scale)
-        found = _beside_another((program, function_name(fn)), other, on)
-    return _comparison(found, function_name(fn), "" if policy is None else short_text(policy))
+        other, name = other_program(beside, fn, args, kwargs, policy, params, scale)
+        names = function_name(fn), name
+        require_alike(program, other, names)
+        recordings = [Recording(one, on, follows_casts=True) for one in (program, other)]
+        found = beside_each_other(*recordings)
+    return _comparison(found, recordings, names, "" if policy is None else short_text(policy))
 
 
 def obeyed_policy(policy: Policy, rules: PolicyRules | None, asked: Asked) -> Policy:
@@ -145,58 +150,32 @@ def obeyed_policy(policy: Policy, rules: PolicyRules | None, asked: Asked) -> Po
     return models[0] if len(models) == 1 and rules is None else policy
 
 
-@dataclasses.dataclass(frozen=True)
-class _Measured:
-    """A program that was measured against another one.
-
-    Attributes:
-      program: the program.
-      findings: its places and measurements.
-      codes: the operands of matmuls in 8 bits.
-      inputs: the names of the inputs that contain NaN.
-      beside: the name of the other program; "" for float32.
-      alone: the name of each program, and its modules that have no counterpart in the other.
-    """
-
-    program: Program
-    findings: Findings
-    codes: Sequence[OperandCodes]
-    inputs: Sequence[str]
-    beside: str = ""
-    alone: Sequence[tuple[str, Sequence[ModulePass]]] = ()
-
-
-def _beside_float32(program: Program, on: Device | None) -> _Measured:
+def _recordings(program: Program, on: Device | None) -> list[Recording]:
+    """Returns the recordings of a program, and of itself in float32."""
     ours = Recording(program, on)
-    theirs = Recording(program, None, "float32") if _differs(program, on) else ours
-    log, numbers, _ = beside_itself(ours, theirs)
-    codes = tuple(_codes(log, ours.notes))
-    return _Measured(program, Findings(log, numbers, program), codes, ours.inputs_with_nan)
-
-
-def _differs(program: Program, on: Device | None) -> bool:
-    """Returns whether a program computes anything other than itself in float32."""
     sites = list(walk(program.jaxpr))
     in_half = any(rounds(site.equation) for site in sites)
     in_passes = on is not None and any(is_in_passes(site.equation) for site in sites)
-    return in_half or in_passes or bool(program.codes.roundings)
+    differs = in_half or in_passes or program.codes.roundings
+    return [ours, Recording(program, None, "float32") if differs else ours]
 
 
-def _beside_another(
-    ours: tuple[Program, str], theirs: tuple[Program, str], on: Device | None
-) -> _Measured:
-    programs, names = (ours[0], theirs[0]), (ours[1], theirs[1])
-    require_alike(*programs, names)
-    recordings = [Recording(program, on, follows_casts=True) for program in programs]
-    log, numbers, alone = beside_each_other(*recordings)
-    inputs = dict.fromkeys(name for one in recordings for name in one.inputs_with_nan)
-    findings, alone = Findings(log, numbers, *programs), list(zip(names, alone, strict=True))
-    return _Measured(programs[0], findings, (), list(inputs), names[1], alone)
+def _comparison(
+    found: Beside, recordings: Sequence[Recording], names: tuple[str, str], policy: str
+) -> Comparison:
+    """Returns the result of comparing two programs, of which the second may be float32.
 
-
-def _comparison(found: _Measured, name: str, policy: str) -> Comparison:
-    program, findings = found.program, found.findings
-    alone = [place for _, places in found.alone for place in places]
+    Args:
+      found: the values of the first compared with those of the second.
+      recordings: of both.
+      names: of both; "" for float32.
+      policy: the policy's text form.
+    """
+    program, beside = recordings[0].program, names[1]
+    programs = [one.program for one in recordings] if beside else [program]
+    findings = Findings(found.log, found.numbers, *programs)
+    codes = () if beside else _codes(found.log, recordings[0].notes)
+    alone = [place for places in found.alone for place in places]
     with naming(place.path for place in (*findings.places, *alone)):
         jump, step = findings.first_jump()
         rows = sorted(_rows(program, findings), key=lambda row: _KINDS.index(row.kind))
@@ -205,13 +184,13 @@ def _comparison(found: _Measured, name: str, policy: str) -> Comparison:
             tuple(rows),
             None if jump is None else spelled(jump.path),
             step,
-            tuple(_notes(found, rows, unpaired)),
-            name,
+            tuple(_notes(found, recordings, names, rows)),
+            names[0],
             policy,
             program.route,
             unpaired,
-            tuple(found.codes),
-            found.beside,
+            tuple(codes),
+            beside,
             tuple(dict.fromkeys(spelled(place.path) for place in alone)),
         )
 
@@ -427,18 +406,19 @@ def _nested(values: Any) -> Any:
     return tuple(map(_nested, values)) if isinstance(values, list) else values
 
 
-def _notes(found: _Measured, rows: Sequence[Row], unpaired: Sequence[str]) -> Iterable[str]:
-    program, against = found.program, found.beside or "float32"
-    if not found.beside:
-        yield from _notes_on_float32(program, unpaired)
-    for name, places in found.alone:
+def _notes(
+    found: Beside, recordings: Sequence[Recording], of: tuple[str, str], rows: Sequence[Row]
+) -> Iterable[str]:
+    program, against = recordings[0].program, of[1] or "float32"
+    if not of[1]:
+        yield from _notes_on_float32(program)
+    for name, places in zip(of, found.alone, strict=True):
         paths = list(dict.fromkeys(repr(spelled(place.path)) for place in places))
         if paths:
             more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
             yield f"Without a counterpart, in {name} alone: {', '.join(paths[:_LISTED])}{more}."
-    if found.inputs:
-        names = ", ".join(found.inputs)
-        yield f"NaN in the inputs: {names}. Values that depend on it can't be compared."
+    if inputs := dict.fromkeys(name for one in recordings for name in one.inputs_with_nan):
+        yield f"NaN in the inputs: {', '.join(inputs)}. Values that depend on it can't be compared."
     undefined = [row.path for row in rows if row.undefined and row.kind == "activation"]
     if undefined:
         yield (
@@ -459,11 +439,12 @@ def _notes(found: _Measured, rows: Sequence[Row], unpaired: Sequence[str]) -> It
     elif not any(row.error or row.undefined for row in rows) and missing:
         yield f"No measured value differs from {against}; {missing} outputs were not measured."
     elif not any(row.error or row.undefined for row in rows):
-        reason = "" if found.beside else ": the policy changes nothing here"
+        reason = "" if of[1] else ": the policy changes nothing here"
         yield f"Nothing differs from {against}{reason}."
 
 
-def _notes_on_float32(program: Program, unpaired: Sequence[str]) -> Iterable[str]:
+def _notes_on_float32(program: Program) -> Iterable[str]:
+    unpaired = dict.fromkeys(map(spelled, program.reference.unpaired))
     if program.rejected:
         yield (
             f"The function can't be traced in float32 ({program.rejected}). The reference is the "
