@@ -62,8 +62,6 @@ def chosen_by_host(
 ) -> Callable[..., tuple[Any, Snapshot]]:
     """Returns a function of a step's number, an integer on the host, and its arguments.
 
-    After a step that is not finite the next one is `watched` at once, as it may not be either.
-
     Args:
       plain: a step that returns its result, and a `Finiteness` or None.
       watched: one that returns its result and its snapshot.
@@ -72,12 +70,9 @@ def chosen_by_host(
     Raises:
       ValueError: at the call: `plain` would not find arguments that it overwrites if it ran again.
     """
-    was_finite = True
 
     def step(number: int, args: Any, kwargs: Any) -> tuple[Any, Snapshot]:
-        nonlocal was_finite
-        is_due = number % every == 0
-        if was_finite and not is_due:
+        if number % every:
             result, found = plain(*args, **kwargs)
             if found is not None:
                 _require_kept(args, kwargs, found)
@@ -86,10 +81,6 @@ def chosen_by_host(
             if found.kept:
                 args, kwargs = _as_before(args, kwargs, result, found)
         result, snapshot = watched(*args, **kwargs)
-        if not was_finite or not is_due:
-            was_finite = bool(np.all(snapshot.finite))
-            if was_finite and not is_due:
-                return result, _not_taken(number)
         step = np.full(np.shape(snapshot.step), number, np.int32)
         return result, dataclasses.replace(snapshot, step=step)
 
