@@ -183,11 +183,9 @@ def _run(
         results = step(*given)
         finite = traced.finite(arrays, results)
     scale, is_applied = traced.optimizer(arrays, results)
-    reason = jnp.where(is_taken, 2 - jnp.all(finite).astype(jnp.int32), 0)
     snapshot = Snapshot(
         step=number.astype(jnp.int32),
         taken=is_taken,
-        reason=reason,
         loss_scale=scale,
         skipped=~is_applied,
         finite=finite,

@@ -15,7 +15,6 @@ from policy.inspect.monitor.nonfinite import MadeOperation, Scan, operations_mad
 
 Kind = Literal["activation", "cotangent", "gradient", "param", "update", "input"]
 KINDS: tuple[Kind, ...] = ("activation", "cotangent", "gradient", "param", "update", "input")
-REASONS = ("", "every", "nonfinite")
 VERSION = 3
 _MOST = 4  # operations in a record that made infinities or NaN
 
@@ -198,7 +197,6 @@ class Snapshot:
     Attributes:
       step: () int32.
       taken: () bool, whether statistics of this step were computed.
-      reason: () int32, 1 for a step that was due, 2 for one that is not finite.
       loss_scale: () float32, that of the step; NaN without one.
       skipped: () bool, whether `mixed_precision` skipped the step.
       finite: (outputs,) bool, whether each new state and floating scalar is finite.
@@ -208,7 +206,6 @@ class Snapshot:
 
     step: jax.Array
     taken: jax.Array
-    reason: jax.Array
     loss_scale: jax.Array
     skipped: jax.Array
     finite: jax.Array
@@ -235,8 +232,8 @@ class Snapshot:
 
     def _records(self) -> Iterator[dict[str, Any]]:
         """Yields records; a step that several devices have, as in `jax.pmap`, is one."""
-        arrays = (self.step, self.taken, self.reason, self.loss_scale, self.skipped)
-        step, taken, reason, scale, skipped = map(np.ravel, jax.device_get(arrays))
+        arrays = (self.step, self.taken, self.loss_scale, self.skipped)
+        step, taken, scale, skipped = map(np.ravel, jax.device_get(arrays))
         if not taken.any():
             return
         every = np.asarray(jax.device_get(self.numbers)).reshape(len(step), -1)
@@ -250,7 +247,6 @@ class Snapshot:
             yield {
                 "version": VERSION,
                 "step": number,
-                "reason": REASONS[reason[alike].max()],
                 "loss_scale": None if np.isnan(scale[first]) else float(scale[first]),
                 "skipped": bool(skipped[first]),
                 **self.layout.facts(numbers, np.asarray(finite[alike].all(0))),
@@ -264,6 +260,6 @@ class Snapshot:
 
 jax.tree_util.register_dataclass(
     Snapshot,
-    ["step", "taken", "reason", "loss_scale", "skipped", "finite", "numbers"],
+    ["step", "taken", "loss_scale", "skipped", "finite", "numbers"],
     ["layout"],
 )

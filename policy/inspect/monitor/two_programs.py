@@ -112,6 +112,6 @@ def _as_before(args: Any, kwargs: Any, result: Any, found: Finiteness) -> Any:
 
 def _not_taken(number: int) -> Snapshot:
     no = np.zeros((), bool)
-    of_step: list[Any] = [np.int32(number), no, np.int32(0), np.float32(np.nan), no]
+    of_step: list[Any] = [np.int32(number), no, np.float32(np.nan), no]
     of_step += [np.ones(0, bool), np.zeros(0)]
     return Snapshot(*of_step, layout=SnapshotRows())

@@ -66,7 +66,7 @@ def test_a_snapshot_of_a_scan_over_steps_has_a_record_for_each_step_that_was_tak
 def test_a_step_that_is_not_finite_is_taken_whatever_every_is():
     params, x = given()
     record = jax.jit(policy.monitor(sgd))(7, params, x.at[1].set(jnp.inf))[1].record()
-    assert (record["step"], record["reason"]) == (7, "nonfinite")
+    assert record["step"] == 7 and record["outputs"]
     assert record["first"]["entered"] == "x"
     step = jax.jit(policy.monitor(sgd, on_nonfinite=False))
     assert step(7, params, x.at[1].set(jnp.inf))[1].record() is None
@@ -108,7 +108,7 @@ def test_functions_that_the_step_jits_are_looked_into():
     params, x = given()
     step = jax.jit(sgd)
     record = jax.jit(policy.monitor(lambda params, x: step(params, x)))(3, params, x * jnp.nan)[1]
-    assert record.record()["reason"] == "nonfinite"
+    assert record.record()["outputs"]
 
 
 def test_a_static_loss_scale_and_a_result_like_the_carry_of_a_scan():

@@ -53,7 +53,6 @@ def record(
     given: dict[str, Any] = {
         "version": VERSION,
         "step": step,
-        "reason": "nonfinite" if outputs else "every",
         "loss_scale": scale,
         "skipped": skipped,
         "outputs": outputs,
