@@ -24,7 +24,6 @@ from policy.inspect.compare.statistics import (
 )
 from policy.inspect.traced.call import Program
 from policy.inspect.traced.module_values import (
-    ModuleValue,
     ModuleValueInterpreter,
     ValueOrigin,
     passes,
@@ -44,10 +43,17 @@ Dtypes = Literal["as written", "float32"]
 
 
 @dataclasses.dataclass(eq=False)
-class Measurement(ModuleValue):
-    """A value that is kept, and measured afterwards.
+class Measurement:
+    """A value that is read in another module than the one that computed it, and is kept.
 
     Attributes:
+      key: the key of its numbers among the notes of a run; keys increase in program order.
+      primitive, source: the operation that computed it, and its source line.
+      dtype: its dtype in the program.
+      made: the place that computed it.
+      bodies: the enclosing programs, outermost first.
+      left: the paths that it leaves: it was computed inside them and is read outside.
+      entered: the paths that it enters: it was computed outside them and is read inside.
       output: its index among the outputs of the program, or None.
       returned: the paths that it leaves as an output.
       order: its position among all values of the program, as they are computed.
@@ -56,6 +62,14 @@ class Measurement(ModuleValue):
       numbers: after the run, (..., len(NAMES)), with an axis for each enclosing scan.
     """
 
+    key: int
+    primitive: str
+    source: str
+    dtype: DTypeLike
+    made: ModulePass
+    bodies: tuple[Any, ...] = ()
+    left: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
+    entered: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
     output: int | None = None
     returned: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
     order: int = 0

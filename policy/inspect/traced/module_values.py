@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Self
 
-from jax.typing import DTypeLike
-
 from policy.inspect.traced.placed import (
     NO_REFERENCE,
     ModulePass,
@@ -20,30 +18,6 @@ from policy.programs.marks import AUTOCAST, BOUNDARY
 from policy.programs.paths import Path
 from policy.programs.reading.matmul_operands import LIMITS_CODES
 from policy.programs.reading.walk import is_by_layers, layer_of, source_of
-
-
-@dataclasses.dataclass(eq=False)
-class ModuleValue:
-    """A value that is read in another module than the one that computed it.
-
-    Attributes:
-      key: the key of its numbers among the notes of a run; keys increase in program order.
-      primitive, source: the operation that computed it, and its source line.
-      dtype: its dtype in the program.
-      made: the place that computed it.
-      bodies: the enclosing programs, outermost first.
-      left: the paths that it leaves: it was computed inside them and is read outside.
-      entered: the paths that it enters: it was computed outside them and is read inside.
-    """
-
-    key: int
-    primitive: str
-    source: str
-    dtype: DTypeLike
-    made: ModulePass
-    bodies: tuple[Any, ...] = ()
-    left: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
-    entered: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
