@@ -21,7 +21,7 @@ NF4 = (
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kind:
+class Codec:
     """Codes of one name.
 
     Attributes:
@@ -46,11 +46,11 @@ class _Kind:
 
 
 CODES = {
-    "int8": _Kind(jnp.int8, 127),
-    "float8": _Kind(jnp.float8_e4m3fn, 448),
-    "int4": _Kind(jnp.int4, -8, block=32),
-    "uint4": _Kind(jnp.uint4, 15, block=32, has_minimum=True),
-    "nf4": _Kind(jnp.uint4, 1, table=NF4, block=64),
+    "int8": Codec(jnp.int8, 127),
+    "float8": Codec(jnp.float8_e4m3fn, 448),
+    "int4": Codec(jnp.int4, -8, block=32),
+    "uint4": Codec(jnp.uint4, 15, block=32, has_minimum=True),
+    "nf4": Codec(jnp.uint4, 1, table=NF4, block=64),
 }
 _OF_DTYPE = {jnp.dtype(kind.dtype): name for name, kind in CODES.items() if kind.table is None}
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,10 +19,10 @@ from jax.typing import DTypeLike
 
 from policy.core.arrays import require_available
 from policy.core.dtypes import dtype_or_none
-from policy.core.param_formats import CODES, ParamFormat, format_of
+from policy.core.param_formats import CODES, Codec, ParamFormat, format_of
 from policy.programs.jaxprs import Equation
 from policy.programs.marks import REGION
-from policy.quantized.codes import in_memory, numbers, quantized, scaled
+from policy.quantized.codes import in_memory, numbers, quantized
 
 _WIDENED = f"{REGION}widened_"
 _NO_VALUES = jnp.bool_, jax.dtypes.float0  # of a mask, of a tree of tangents
@@ -39,63 +39,61 @@ class CodeLayout:
     have an axis of size 1, so that no other axis of values and scales is mapped as one of these.
 
     Attributes:
-      name: that of the codes.
-      is_blocked: whether the axis is divided into blocks.
-      divided: the number of blocks and the size of each, or else the size of the axis.
-      trailing: the sizes of the axes after the quantized one.
+      format: the kind of codes, and the size of blocks.
+      sizes: of the quantized axis of the array and of those after it: n, trailing....
       dtype: the floating dtype that the array is read in.
     """
 
-    name: str
-    is_blocked: bool
-    divided: tuple[int, ...]
-    trailing: tuple[int, ...]
+    format: ParamFormat
+    sizes: tuple[int, ...]
     dtype: np.dtype
 
     @property
-    def format(self) -> ParamFormat:
-        return ParamFormat(self.name, self.divided[-1] if self.is_blocked else None)
+    def codec(self) -> Codec:
+        return CODES[self.format.name]
 
     @property
     def text(self) -> str:
         """The format and the axes, for messages and files."""
-        sizes = ", ".join(map(str, (math.prod(self.divided), *self.trailing)))
+        sizes = ", ".join(map(str, self.sizes))
         return f"{self.format.text} along axis {self.axis} of (..., {sizes})"
 
     @property
     def axis(self) -> int:
         """The quantized axis of the array, counted from its end."""
-        return -len(self.trailing) - 1
+        return -len(self.sizes)
 
     @property
     def shared(self) -> int:
         """The axis of the codes that share a scale, counted from their end."""
-        return (-2 if self.trailing else -1) if self.is_blocked else self.axis
+        return self.axis if self.format.block is None else 1 - len(self.held)
 
     @property
     def held(self) -> tuple[int, ...]:
         """The sizes of the codes' axes without the leading ones."""
-        merged = (math.prod(self.trailing),) if self.trailing else ()
-        return (*self.divided, *(merged if self.is_blocked else self.trailing))
+        (size, *trailing), block = self.sizes, self.format.block
+        if block is None:
+            return self.sizes
+        return (size // block, block, *((math.prod(trailing),) if trailing else ()))
 
     @property
     def of_scales(self) -> tuple[int, ...]:
         """The sizes of the scales' axes without the leading ones."""
-        pair = [2] if CODES[self.name].has_minimum else []
-        sizes, shared = list(self.held), len(self.held) + self.shared
-        return (1, *sizes[:shared], *pair, *sizes[shared + 1 :])
+        shared = len(self.held) + self.shared
+        pair = [2] if self.codec.has_minimum else []
+        return (1, *self.held[:shared], *pair, *self.held[shared + 1 :])
 
     def shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the array whose codes have the given one."""
-        if not self.is_blocked:
+        if self.format.block is None:
             return tuple(codes)
-        start = len(codes) - len(self.held)
-        trailing = codes[-1:] if len(self.trailing) == 1 else self.trailing  # a part, in shard_map
+        start, trailing = len(codes) - len(self.held), self.sizes[1:]
+        trailing = codes[-1:] if len(trailing) == 1 else trailing  # a part, in shard_map
         return (*codes[:start], codes[start] * codes[start + 1], *trailing)
 
     def fault(self, codes: Any, scales: Any) -> str | None:
         """Returns the reason why codes and scales are none of this layout, or None."""
-        dtype = CODES[self.name].stored
+        dtype = self.codec.stored
         if codes.dtype != dtype or not jnp.issubdtype(scales.dtype, jnp.floating):
             return (
                 f"has values of {codes.dtype} and scales of {scales.dtype}, not of "
@@ -116,18 +114,14 @@ class CodeLayout:
             "out_axes=0, or upcast it with policy.quantized.dequantize_params first."
         )
 
-    def with_one(self, scales: jax.Array) -> jax.Array:
-        """Returns scales with their axis of size 1."""
-        return jnp.expand_dims(scales, -len(self.of_scales))
-
-    def without_one(self, scales: jax.Array) -> jax.Array:
-        """Returns scales without their axis of size 1."""
-        return jnp.squeeze(scales, -len(self.of_scales))
-
     def numbers(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Returns the array in the shape of its codes: each number is rounded once."""
-        wide, scales = numbers(codes, self.name, self.dtype), self.without_one(scales)
-        return scaled(wide, self.name, scales, self.shared).astype(self.dtype)
+        x = numbers(codes, self.format.name, self.dtype)
+        scales = jnp.squeeze(scales, -len(self.of_scales)).astype(jnp.float32)
+        if not self.codec.has_minimum:
+            return (x * jnp.expand_dims(scales, self.shared)).astype(self.dtype)
+        scale, minimum = jnp.split(scales, 2, self.shared)
+        return (x * scale + minimum).astype(self.dtype)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -187,9 +181,10 @@ class QuantizedArray:
         _require_floating(held, array=array, scale_dtype=scale_dtype)
         array = jnp.asarray(array)
         layout = _layout(array.shape, held, axis, array.dtype)
-        array = _in_blocks(array, layout, held.block)
+        leading = array.shape[: layout.axis]
+        array = jnp.reshape(array, (*leading, *layout.held))
         codes, scales = _quantized(array, held.name, layout.shared, jnp.dtype(scale_dtype))
-        return cls(codes, layout.with_one(scales), layout)
+        return cls(codes, jnp.reshape(scales, (*leading, *layout.of_scales)), layout)
 
     @classmethod
     def of_codes(
@@ -226,9 +221,9 @@ class QuantizedArray:
         """
         held = _required(format)
         _require_floating(held, scales=scales, dtype=dtype)
-        kind, layout = CODES[held.name], _layout(codes.shape, held, axis, dtype)
-        if (minimums is None) == kind.has_minimum:
-            needed = "needs" if kind.has_minimum else "has no"
+        layout = _layout(codes.shape, held, axis, dtype)
+        if (minimums is None) == layout.codec.has_minimum:
+            needed = "needs" if minimums is None else "has no"
             raise ValueError(f"{held.text} {needed} minimums, the numbers of the code 0.")
         shape, axis = list(codes.shape), len(codes.shape) + layout.axis
         shape[axis] = 1 if held.block is None else shape[axis] // held.block
@@ -242,16 +237,13 @@ class QuantizedArray:
         if minimums is not None:
             _require_floating(held, minimums=minimums)
         parts = [jnp.asarray(each) for each in (scales, minimums) if each is not None]
-        one = 1 if layout.is_blocked else None
-        parts = [_in_blocks(each, layout, one) for each in parts]
-        stacked = jnp.concatenate(parts, layout.shared)
-        together = stacked if kind.has_minimum else jnp.squeeze(stacked, layout.shared)
-        codes = _in_blocks(_codes_of(codes, held), layout, held.block)
-        return cls(codes, layout.with_one(together), layout)
+        leading, together = codes.shape[: layout.axis], jnp.stack(parts, axis + 1)
+        codes = jnp.reshape(_codes_of(codes, held), (*leading, *layout.held))
+        return cls(codes, jnp.reshape(together, (*leading, *layout.of_scales)), layout)
 
     def tree_flatten_with_keys(self) -> Any:
         # A file of the tree, by paths, fits no tree of another format.
-        keys = map(jax.tree_util.DictKey, (self.layout.name, "scales"))
+        keys = map(jax.tree_util.DictKey, (self.format.name, "scales"))
         return tuple(zip(keys, (self.codes, self.scales), strict=True)), self.layout
 
     @classmethod
@@ -283,7 +275,7 @@ class QuantizedArray:
     def nbytes(self) -> int:
         """The bytes of codes and scales in a compiled program."""
         parts = self.unbox_parts()
-        bits = 4 if CODES[self.layout.name].dtype in (jnp.int4, jnp.uint4) else 8
+        bits = 4 if self.layout.codec.dtype in (jnp.int4, jnp.uint4) else 8
         scales = math.prod(parts.scales.shape) * jnp.dtype(parts.scales.dtype).itemsize
         return math.prod(parts.codes.shape) * bits // 8 + scales
 
@@ -331,7 +323,7 @@ class QuantizedArray:
     def __repr__(self) -> str:
         parts = self.unbox_parts()
         if not hasattr(parts.codes, "shape") or self.layout.fault(parts.codes, parts.scales):
-            return f"QuantizedArray({self.layout.name})"
+            return f"QuantizedArray({self.format.name})"
         return f"QuantizedArray('{self.format.text}', {self.shape}, {self.dtype})"
 
     # As a box of Flax's ---------------------------------------------------------------------------
@@ -343,9 +335,7 @@ class QuantizedArray:
         """Returns it with codes and scales out of the boxes that name their axes, if they are in
         some.
         """
-        if not hasattr(self.codes, "unbox"):
-            return self
-        return QuantizedArray(self.codes.unbox(), self.scales.unbox(), self.layout)
+        return self._of_boxes(None, "unbox") if self._is_boxed else self
 
     def checked_parts(self) -> QuantizedArray:
         """Returns `unbox_parts`, or raises ValueError for codes and scales of another layout."""
@@ -360,33 +350,36 @@ class QuantizedArray:
 
     def get_partition_spec(self) -> QuantizedArray:
         """Returns the specs of codes and scales, in their places."""
-        return self._of_parts(lambda x: x.get_partition_spec(), PartitionSpec())
+        return self._of_boxes(PartitionSpec(), "get_partition_spec")
 
     def get_sharding(self, mesh: Any) -> QuantizedArray:
         """Returns the shardings of codes and scales, in their places."""
-        return self._of_parts(lambda x: x.get_sharding(mesh), NamedSharding(mesh, PartitionSpec()))
-
-    def _of_parts(self, of_box: Callable[[Any], Any], default: Any) -> QuantizedArray:
-        """Returns what a function makes of the boxes of codes and scales, or else the default."""
-        if not hasattr(self.codes, "unbox"):
-            return QuantizedArray(default, default, self.layout)
-        return QuantizedArray(of_box(self.codes), of_box(self.scales), self.layout)
+        return self._of_boxes(NamedSharding(mesh, PartitionSpec()), "get_sharding", mesh)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> QuantizedArray:
-        return self._with_boxes("add_axis", index, params)
+        return self._mapped("add_axis", index, params)
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> QuantizedArray:
-        return self._with_boxes("remove_axis", index, params)
+        return self._mapped("remove_axis", index, params)
 
-    def _with_boxes(self, method: str, index: int, params: dict[Any, Any]) -> QuantizedArray:
+    def _mapped(self, method: str, index: int, params: dict[Any, Any]) -> QuantizedArray:
         if index != 0:
             raise ValueError(
                 f"A quantized parameter of shape {self.shape} is mapped over axis {index}, but its "
                 "codes can be stacked along axis 0 only: use variable_axes={'params': 0}."
             )
-        if not hasattr(self.codes, method):
-            return self
-        return self._of_parts(lambda x: getattr(x, method)(index, params), None)
+        return self._of_boxes(None, method, index, params) if self._is_boxed else self
+
+    def _of_boxes(self, default: Any, method: str, *args: Any) -> QuantizedArray:
+        """Returns what a method of the boxes of codes and scales returns, or else the default."""
+        if not self._is_boxed:
+            return QuantizedArray(default, default, self.layout)
+        codes, scales = (getattr(box, method)(*args) for box in (self.codes, self.scales))
+        return QuantizedArray(codes, scales, self.layout)
+
+    @property
+    def _is_boxed(self) -> bool:
+        return hasattr(self.codes, "unbox")
 
 
 # What an array has beside the above, of the upcast array. Frameworks probe for other names.
@@ -484,20 +477,7 @@ def _layout(shape: Sequence[int], format: ParamFormat, axis: int, dtype: DTypeLi
             f"multiple of {format.block}. Take another size of blocks, or exclude the array by a "
             "rule."
         )
-    trailing = tuple(shape[axis + 1 :])
-    size, block = shape[axis], format.block
-    divided = (size,) if block is None else (size // block, block)
-    return CodeLayout(format.name, block is not None, divided, trailing, require_available(dtype))
-
-
-def _in_blocks(array: Any, layout: CodeLayout, block: int | None) -> Any:
-    """Divides the quantized axis into blocks, and puts all trailing axes in one."""
-    if block is None:
-        return array
-    axis = array.ndim + layout.axis
-    merged = (math.prod(layout.trailing),) if layout.trailing else ()
-    shape = (*array.shape[:axis], array.shape[axis] // block, block, *merged)
-    return jnp.reshape(array, shape)
+    return CodeLayout(format, tuple(shape[axis:]), require_available(dtype))
 
 
 _quantized = jax.jit(quantized, static_argnums=(1, 2, 3))

@@ -17,8 +17,8 @@ from policy.core.quantization import largest_magnitude, nearest_values
 def quantized(
     x: jax.Array, name: str, axis: int, scale_dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the codes of numbers, and their scales: without `axis`, or for codes from a minimum,
-    with the scale and the minimum along it.
+    """Returns the codes of numbers, and their scales: one along `axis`, or for codes from a minimum
+    the scale and the minimum.
 
     Codes are those of the nearest numbers for the rounded scale. The scale of numbers that are not
     finite, too large or too far apart for float32 is NaN.
@@ -59,7 +59,7 @@ def quantized(
         codes = nearest_values(unit, kind.dtype, kind.largest, smallest)
     codes = in_memory(codes.astype(kind.dtype), name)
     if minimum is None:
-        return codes, jnp.squeeze(scale, axis)
+        return codes, scale
     return codes, jnp.concatenate([scale, minimum], axis)
 
 
@@ -67,22 +67,6 @@ def in_memory(codes: jax.Array, name: str) -> jax.Array:
     """Returns codes in the dtype in memory."""
     kind = CODES[name]
     return codes if codes.dtype == kind.stored else lax.bitcast_convert_type(codes, kind.stored)
-
-
-def scaled(x: jax.Array, name: str, scales: jax.Array, axis: int) -> jax.Array:
-    """Returns the numbers of codes, as `numbers` returns them, with their scales.
-
-    Args:
-      x: float32.
-      name: one of `CODES`.
-      scales: as `quantized` returns them.
-      axis: the numbers along it share a scale, counted from the end.
-    """
-    scales = scales.astype(jnp.float32)
-    if not CODES[name].has_minimum:
-        return x * jnp.expand_dims(scales, axis)
-    scale, minimum = (lax.slice_in_dim(scales, i, i + 1, axis=axis) for i in (0, 1))
-    return x * scale + minimum
 
 
 def numbers(codes: jax.Array, name: str, dtype: DTypeLike = jnp.float32) -> jax.Array:

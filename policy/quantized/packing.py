@@ -69,7 +69,7 @@ def unpack_params(packed: Any, like: Any) -> Any:
                 "policy, then dequantize_params and quantize_params with the other one."
             )
         restore = functools.partial(_unpacked, axis=x.layout.shared)
-        codes = jax.tree.map(restore, x.codes, stored[x.layout.name])
+        codes = jax.tree.map(restore, x.codes, stored[x.format.name])
         scales = jax.tree.map(jnp.asarray, stored["scales"])
         return dataclasses.replace(x, codes=codes, scales=scales)
 
@@ -95,7 +95,7 @@ def _packed(x: Any) -> dict[str, Any]:
         is_shape = isinstance(codes, jax.ShapeDtypeStruct)
         return jax.eval_shape(pack, codes) if is_shape else pack(codes)
 
-    return {x.layout.name: jax.tree.map(plain, x.codes), "scales": x.scales}
+    return {x.format.name: jax.tree.map(plain, x.codes), "scales": x.scales}
 
 
 def _unpacked(like: Any, stored: Any, axis: int) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.core
 import jax.numpy as jnp
 
 from policy.core.arrays import is_floating, is_quantized, nnx_files, path_name
-from policy.core.param_formats import CODES, ParamFormat
+from policy.core.param_formats import ParamFormat
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, RulesLike, as_rules
 from policy.programs.paths import joined
@@ -203,11 +203,11 @@ def _in_boxes(box: Any, made: QuantizedArray, ndim: int) -> QuantizedArray:
     names, layout = tuple(box.names), made.layout
     axis = ndim + layout.axis
     of_codes = names
-    if layout.is_blocked:
+    if layout.format.block is not None:
         after = [name for name in names[axis + 1 :] if name is not None][:1]
-        of_codes = (*names[: axis + 1], None, *((after or [None]) if layout.trailing else ()))
+        of_codes = (*names[: axis + 1], None, *((after or [None]) if layout.axis < -1 else ()))
     shared = len(of_codes) + layout.shared
-    pair = (None,) if CODES[layout.name].has_minimum else ()
+    pair = (None,) if layout.codec.has_minimum else ()
     of_scales = (*of_codes[:axis], None, *of_codes[axis:shared], *pair, *of_codes[shared + 1 :])
     codes = box.replace(value=made.codes, names=of_codes)
     return QuantizedArray(codes, box.replace(value=made.scales, names=of_scales), layout)

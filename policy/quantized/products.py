@@ -19,9 +19,9 @@ from jax.typing import DTypeLike
 
 from policy.core.dtypes import backend
 from policy.core.einsums import DimensionNumbers, dot_of_einsum
-from policy.core.param_formats import CODES
+from policy.core.param_formats import ParamFormat
 from policy.functions.reductions import accumulating
-from policy.quantized.array import QuantizedArray, frozen
+from policy.quantized.array import CodeLayout, QuantizedArray, frozen
 
 
 def bilinear_of_codes(
@@ -67,31 +67,48 @@ def dot_general(
       accumulator_dtype: of the result; None is that of the operands.
       **options: of `jax.lax.dot_general`.
     """
-    is_first = isinstance(lhs, QuantizedArray)
-    x, weight = (rhs, lhs) if is_first else (lhs, rhs)
-    pairs = [tuple(map(tuple, pair)) for pair in dimension_numbers]
+    if isinstance(lhs, QuantizedArray):
+        return _with_weight_first(lhs, rhs, dimension_numbers, accumulator_dtype, options)
+    x, weight = lhs, rhs
     (of_x, of_weight), (batch_x, batch_weight) = (
-        pair[::-1] if is_first else pair for pair in pairs
+        (tuple(pair[0]), tuple(pair[1])) for pair in dimension_numbers
     )
-    axis, ndim = weight.ndim + weight.layout.axis, weight.ndim
-    taken = (*of_weight, *batch_weight)
-    whole = _Dot((of_x, of_weight), (batch_x, batch_weight), options, is_first)
-    if any(i in taken for i in range(axis + 1, ndim)) or axis in batch_weight:
-        return bilinear_of_codes(whole, x, weight, accumulator_dtype=accumulator_dtype)
+    multiply = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers, **options)
+    axis, taken = weight.ndim + weight.layout.axis, (*of_weight, *batch_weight)
+    if any(i in taken for i in range(axis + 1, weight.ndim)) or axis in batch_weight:
+        return bilinear_of_codes(multiply, x, weight, accumulator_dtype=accumulator_dtype)
     wide = jax.ShapeDtypeStruct(weight.shape, x.dtype)
-    shape = jax.eval_shape(dataclasses.replace(whole, options={}), x, wide).shape
-    row, free = _row_to_repeat(x, (*of_x, *batch_x), batch_x), x.ndim - len(of_x)
+    plain = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers)
+    shape, row = jax.eval_shape(plain, x, wide).shape, _row_to_repeat(x, of_x, batch_x)
     if row is not None:
         # XLA for TPUs computes a single row as a sum of products, not on the matrix unit.
         width = [(0, 7 if i == row else 0, 0) for i in range(x.ndim)]
         x = lax.pad(x, jnp.zeros((), x.dtype), width)
         row -= sum(i < row for i in of_x)
     x, (of_x, batch_x), kept = _of_blocks(x, weight, of_x, of_weight, batch_x)
-    operation = _Dot((of_x, kept), (batch_x, batch_weight), options, is_first)
-    y = bilinear_of_codes(operation, x, weight, accumulator_dtype=accumulator_dtype, is_whole=False)
+    numbers = (of_x, kept), (batch_x, batch_weight)
+    multiply = functools.partial(lax.dot_general, dimension_numbers=numbers, **options)
+    y = bilinear_of_codes(multiply, x, weight, accumulator_dtype=accumulator_dtype, is_whole=False)
     if row is not None:
-        y = lax.slice_in_dim(y, 0, 1, axis=row + (y.ndim - free if is_first else 0))
+        y = lax.slice_in_dim(y, 0, 1, axis=row)
     return y.reshape(shape)
+
+
+def _with_weight_first(
+    weight: QuantizedArray,
+    x: jax.Array,
+    dimension_numbers: DimensionNumbers,
+    accumulator_dtype: DTypeLike | None,
+    options: dict[str, Any],
+) -> jax.Array:
+    """Computes `dot_general` of codes and an array: of the array and the codes, with the axes of
+    the result in their places.
+    """
+    (of_weight, of_x), (batch_weight, batch_x) = dimension_numbers
+    numbers = (of_x, of_weight), (batch_x, batch_weight)
+    y = dot_general(x, weight, numbers, accumulator_dtype=accumulator_dtype, **options)
+    batch, free = len(batch_x), x.ndim - len(of_x)
+    return jnp.moveaxis(y, range(batch, free), range(batch - free, 0))
 
 
 def einsum_of_codes(
@@ -112,30 +129,6 @@ def einsum_of_codes(
     return jnp.transpose(y, axes)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Dot:
-    """A matmul as a function of an array and a weight.
-
-    Attributes:
-      contracted, batch: axes of the array and of the weight.
-      options: of `jax.lax.dot_general`.
-      is_first: whether the weight is the left operand.
-    """
-
-    contracted: tuple[tuple[int, ...], tuple[int, ...]]
-    batch: tuple[tuple[int, ...], tuple[int, ...]]
-    options: dict[str, Any]
-    is_first: bool
-
-    def __call__(self, x: jax.Array, weight: jax.Array, **preferred: Any) -> jax.Array:
-        options = self.options | preferred
-        if self.is_first:
-            (of_x, of_weight), (batch_x, batch_weight) = self.contracted, self.batch
-            numbers = (of_weight, of_x), (batch_weight, batch_x)
-            return lax.dot_general(weight, x, numbers, **options)
-        return lax.dot_general(x, weight, (self.contracted, self.batch), **options)
-
-
 def _of_blocks(
     x: jax.Array,
     weight: QuantizedArray,
@@ -149,11 +142,11 @@ def _of_blocks(
       `x`; its contracted axes and its axes of the batch; and the contracted axes of the codes.
     """
     axis = weight.ndim + weight.layout.axis
-    if not weight.layout.is_blocked or axis not in of_weight:
+    block = weight.format.block
+    if block is None or axis not in of_weight:
         return x, (of_x, batch_x), of_weight
     place = of_weight.index(axis)
     at = of_x[place]
-    block = weight.unbox_parts().codes.shape[weight.layout.shared]
     # Otherwise XLA moves the reshape before the matmul that made `x`, whose own widening it then
     # computes apart.
     x = lax.optimization_barrier(x)
@@ -168,9 +161,9 @@ def _of_blocks(
     return x, (divided(moved(of_x), at), moved(batch_x)), divided(of_weight, axis)
 
 
-def _row_to_repeat(x: jax.Array, taken: Sequence[int], batch: Sequence[int]) -> int | None:
+def _row_to_repeat(x: jax.Array, contracted: Sequence[int], batch: Sequence[int]) -> int | None:
     """Returns the axis of a single row, of which a TPU is to compute eight; None otherwise."""
-    free = [i for i in range(x.ndim) if i not in taken]
+    free = [i for i in range(x.ndim) if i not in contracted]
     if batch or not free or math.prod(x.shape[i] for i in free) != 1 or backend()[0] != "tpu":
         return None
     return free[-1]
@@ -191,19 +184,17 @@ def rows(table: QuantizedArray, tokens: jax.Array) -> jax.Array:
     if layout.axis != -table.ndim:
         found = QuantizedArray(taken(parts.codes), taken(parts.scales), layout)
         return layout.numbers(found.codes, found.scales).reshape(found.shape)
-    scales = layout.without_one(parts.scales)
-    if not layout.is_blocked:
+    scales, block = parts.scales[0], layout.format.block
+    if block is None:
         codes, size = taken(parts.codes), table.shape[0]
         is_row = ((tokens >= -size) & (tokens < size)).reshape(
             *tokens.shape, *(1,) * (codes.ndim - tokens.ndim)
         )
         scales = jnp.where(is_row, jnp.broadcast_to(scales, codes.shape), jnp.nan)
     else:
-        block = parts.codes.shape[layout.shared]
         codes = parts.codes.at[tokens // block, tokens % block].get(mode="fill")
         scales = taken(scales, tokens // block)
-    unit = dataclasses.replace(layout, divided=(1,), trailing=(), is_blocked=False)
-    if CODES[layout.name].has_minimum:
-        scales = jnp.moveaxis(scales, layout.shared, -1)
-    found = unit.numbers(codes[..., None], unit.with_one(scales))[..., 0]
-    return found.reshape(*tokens.shape, *layout.trailing)
+    sizes = (1, *codes.shape[tokens.ndim :])
+    row = CodeLayout(ParamFormat(layout.format.name), sizes, layout.dtype)
+    codes, scales = (jnp.expand_dims(each, tokens.ndim) for each in (codes, scales))
+    return row.numbers(codes, scales).reshape(*tokens.shape, *table.shape[1:])
