@@ -164,7 +164,7 @@ def rounded_up(x: Array, dropped: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class ScaledOperation:
-    """A bilinear operation in 8 bits but for its operands, as a static argument.
+    """A bilinear operation in 8 bits but for its operands: a pytree of the arrays it depends on.
 
     Attributes:
       by: the dtypes and scales.
@@ -175,11 +175,6 @@ class ScaledOperation:
     by: ScaledMatmul
     weight: int
     gradients: np.dtype
-
-    def given(self, arrays: tuple[Array, ...]) -> ScaledOperation:
-        """Returns the operation of arrays that it depends on beside its operands."""
-        del arrays
-        return self
 
     def of_codes(self, lhs: Quantized, rhs: Quantized) -> Array:
         """Returns the float32 result of two operands."""
@@ -264,7 +259,6 @@ def in_8_bits(
     lhs: Array,
     rhs: Array,
     codes: _Pair,
-    arrays: tuple[Array, ...] = (),
     saved: _Pair | None = None,
 ) -> Array:
     """Runs an operation on the codes of two operands, and returns the accumulator, rescaled.
@@ -273,39 +267,32 @@ def in_8_bits(
 
     Args:
       codes: the operands.
-      arrays: integers that the operation depends on.
       saved: the operands as backward takes them, which are its residuals; None for `codes`.
     """
     lhs, rhs = (in_reverse_mode(_NO_FORWARD_MODE, x) for x in (lhs, rhs))
-    return _in_8_bits(operation, lhs, rhs, codes, arrays, codes if saved is None else saved)
+    return _in_8_bits(operation, lhs, rhs, codes, codes if saved is None else saved)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@jax.custom_vjp
 def _in_8_bits(
-    operation: ScaledOperation,
-    lhs: Array,
-    rhs: Array,
-    codes: _Pair,
-    arrays: tuple[Array, ...],
-    saved: _Pair,
+    operation: ScaledOperation, lhs: Array, rhs: Array, codes: _Pair, saved: _Pair
 ) -> Array:
     del lhs, rhs, saved
-    return operation.given(arrays).of_codes(*codes)
+    return operation.of_codes(*codes)
 
 
 def _forward(
-    operation: ScaledOperation, lhs: Array, rhs: Array, codes: _Pair, arrays: Any, saved: _Pair
+    operation: ScaledOperation, lhs: Array, rhs: Array, codes: _Pair, saved: _Pair
 ) -> tuple[Array, Any]:
     marks = _mark(lhs), _mark(rhs)
     keeps_input = operation.by.weight_gradient == "compute"
     of_weight = (lhs, rhs)[1 - operation.weight] if keeps_input else None
-    result = in_8_bits(operation, lhs, rhs, codes, arrays)
-    return result, (saved, of_weight, marks, arrays)
+    result = in_8_bits(operation, lhs, rhs, codes)
+    return result, (operation, saved, of_weight, marks)
 
 
-def _backward(operation: ScaledOperation, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
-    saved, of_weight, marks, arrays = residuals
-    operation = operation.given(arrays)
+def _backward(residuals: Any, cotangent: Array) -> tuple[Any, ...]:
+    operation, saved, of_weight, marks = residuals
     cotangent = _differentiated_once(cotangent, *marks)
     gradients = []
     for side, mark in enumerate(marks):
@@ -315,7 +302,7 @@ def _backward(operation: ScaledOperation, residuals: Any, cotangent: Array) -> t
         else:
             gradient = operation.gradient_of_codes(side, cotangent, saved[1 - side], mark.dtype)
         gradients.append(gradient.astype(mark.dtype))
-    return *gradients, None, None, None
+    return None, *gradients, None, None
 
 
 _in_8_bits.defvjp(_forward, _backward)

@@ -37,6 +37,7 @@ OPTIONS = (
 """The options of `scaled_conv`, which are parameters of JAX's primitive too."""
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Convolution(ScaledOperation):
     """A convolution.

@@ -31,6 +31,7 @@ from policy.programs.dtypes import explicit_sharding
 _Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Matmul(ScaledOperation):
     """A matmul: results have the axes of the batch, then the left's, then the right's.
@@ -114,6 +115,7 @@ class _Matmul(ScaledOperation):
         return NamedSharding(sharding.mesh, PartitionSpec(*(names[axis] for axis in axes)))
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _BlockMatmul(_Matmul):
     """A matmul of operands with a scale for each block.

@@ -11,6 +11,7 @@ their gradients are zeros, as those of `jax.lax.ragged_dot` on a CPU.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,11 @@ _OF_KERNELS = _numbers(((0,), (0,)), ())  # (T, K) x (T, N) -> (E, K, N)
 _SELECTED = 16  # experts
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["sizes"],
+    meta_fields=["by", "weight", "gradients", "dtype", "rows"],
+)
 @dataclasses.dataclass(frozen=True)
 class _Ragged(ScaledOperation):
     """A ragged matmul of rows, (T, K), and kernels, (E, K, N): T tokens, E experts.
@@ -58,10 +64,7 @@ class _Ragged(ScaledOperation):
 
     dtype: np.dtype
     rows: int
-    sizes: Any = None
-
-    def given(self, arrays: tuple[Array, ...]) -> _Ragged:
-        return dataclasses.replace(self, sizes=arrays[0])
+    sizes: Array
 
     def product(self, lhs: Array, rhs: Array) -> Array:
         return self._masked(self._multiplied(lhs, rhs, _FORWARD, self.dtype))
@@ -166,9 +169,9 @@ def scaled_ragged_dot_general(
         quantize(_masked(lax.stop_gradient(lhs), group_sizes), (1,), by.operands, by.scaling),
         lax.optimization_barrier(quantize_for(rhs, (1,), by)),
     )
-    ragged = _Ragged(by, 1, by.gradients, jnp.dtype(dtype), tokens)
+    ragged = _Ragged(by, 1, by.gradients, jnp.dtype(dtype), tokens, group_sizes)
     lhs, rhs = alike_varying(lhs, rhs)
-    result = in_8_bits(ragged, lhs, rhs, codes, (group_sizes,))
+    result = in_8_bits(ragged, lhs, rhs, codes)
     return result.astype(dtype).reshape(tokens, *shape)
 
 
