@@ -206,8 +206,7 @@ class ScaledMatmul:
       fast_accumulation: lets the accelerator add up in fewer bits: about 14 on an H100.
 
     Raises:
-      ValueError: a dtype that has no such matmul, or that this JAX does not have, dtypes of two
-        kinds, or an unknown option.
+      ValueError: a dtype that has no such matmul, dtypes of two kinds, or an unknown option.
     """
 
     operands: np.dtype
@@ -226,7 +225,6 @@ class ScaledMatmul:
     ):
         blocks = _BLOCKS.get(scaling) if isinstance(scaling, str) else None
         known_dtypes = (*_FLOAT8, INT8.name) if blocks is None else blocks.elements
-        _require_types(*(() if blocks is None else (*blocks.elements, blocks.scale)))
         for field, value in (("operands", operands), ("gradients", gradients)):
             object.__setattr__(self, field, _one_of(known_dtypes, field, value))
         if (self.operands == INT8) != (self.gradients == INT8):
@@ -252,18 +250,15 @@ class ScaledMatmul:
     @property
     def text(self) -> str:
         """The text form, ``f8:tensor``; `scaled_matmul_of` parses it."""
-        names, scaling = (self.operands.name, self.gradients.name), self.scaling
+        names = self.operands.name, self.gradients.name
         short_of = {known: text for text, known in _SHORT.items()}
-        if (*names, scaling) not in short_of and (*names, "row") not in short_of:
-            short_of[*names, "row"] = "/".join(names)
-        is_whole = (*names, scaling) in short_of
-        short = short_of[*names, scaling if is_whole else "row"]
+        by_row = short_of.get((*names, "row"), "/".join(names))
+        others = by_row if self.scaling == "row" else f"{by_row}:{self.scaling}"
         options = [
-            *([] if is_whole else [scaling]),
             *(["compute"] if self.weight_gradient != "same" else []),
             *(["fast"] if self.fast_accumulation else []),
         ]
-        return ":".join([short, *options])
+        return ":".join([short_of.get((*names, self.scaling), others), *options])
 
     def __repr__(self) -> str:
         return f"ScaledMatmul('{self.text}')"
@@ -279,15 +274,6 @@ def _one_of(names: tuple[str, ...], field: str, value: DTypeLike) -> np.dtype:
             f"ScaledMatmul({field}={value!r}): it should be one of {', '.join(names)}."
         )
     return dtype
-
-
-def _require_types(*names: str) -> None:
-    missing = [name for name in names if not hasattr(jnp, name)]
-    if missing:
-        raise ValueError(
-            f"JAX {jax.__version__} has no {', '.join(missing)}: mxfp8 needs float8_e8m0fnu, and "
-            "nvfp4 float4_e2m1fn. Take a newer JAX, or m=f8."
-        )
 
 
 def scaled_matmul_of(text: str) -> ScaledMatmul | None:

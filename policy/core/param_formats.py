@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.core.dtypes import dtype_names, dtype_or_none
+from policy.core.quantization import Codec, codec_of
 
 # Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (arXiv:2305.14314), appendix E:
 # quantiles of a normal distribution, between -1 and 1, with an exact zero.
@@ -20,37 +21,12 @@ NF4 = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Codec:
-    """Codes of one name.
-
-    Attributes:
-      dtype: of the codes; two of 4 bits take one byte.
-      largest: the number that the largest magnitude of a block is scaled to. Of int4 it is the
-        lowest code, and the scale has the sign that takes the number there, as in llama.cpp's Q4_0.
-      table: the numbers that the codes stand for; None of codes that are numbers themselves.
-      block: the default number of codes with one scale, or None for all along the axis.
-      has_minimum: whether a block has its minimum beside its scale, which codes are counted from.
-    """
-
-    dtype: Any
-    largest: float
-    table: tuple[float, ...] | None = None
-    block: int | None = None
-    has_minimum: bool = False
-
-    @property
-    def stored(self) -> np.dtype:
-        """The dtype in memory: of float8 that of its bits, so that arithmetic on them is seen."""
-        return np.dtype(jnp.uint8 if self.dtype == jnp.float8_e4m3fn else self.dtype)
-
-
 CODES = {
-    "int8": Codec(jnp.int8, 127),
-    "float8": Codec(jnp.float8_e4m3fn, 448),
-    "int4": Codec(jnp.int4, -8, block=32),
-    "uint4": Codec(jnp.uint4, 15, block=32, has_minimum=True),
-    "nf4": Codec(jnp.uint4, 1, table=NF4, block=64),
+    "int8": codec_of(np.dtype(jnp.int8)),
+    "float8": codec_of(np.dtype(jnp.float8_e4m3fn)),
+    "int4": Codec(jnp.int4, -8, 7, block=32),
+    "uint4": Codec(jnp.uint4, 0, 15, block=32, has_minimum=True),
+    "nf4": Codec(jnp.uint4, -1, 1, table=NF4, block=64),
 }
 _OF_DTYPE = {jnp.dtype(kind.dtype): name for name, kind in CODES.items() if kind.table is None}
 
@@ -60,8 +36,8 @@ class ParamFormat:
     """The 8- or 4-bit format of parameters: the kind of codes, and the size of their blocks.
 
     >>> from policy.core.param_formats import format_of
-    >>> format_of("int4:32").bytes_per_param
-    0.5625
+    >>> format_of("int4")
+    ParamFormat(name='int4', block=32)
 
     Attributes:
       name: ``int8``, ``float8`` (e4m3fn), ``int4``, ``uint4`` (counted from a block's minimum), or
@@ -77,13 +53,6 @@ class ParamFormat:
     def text(self) -> str:
         """The text form, as in ``params=int4:32``."""
         return self.name if self.block is None else f"{self.name}:{self.block}"
-
-    @property
-    def bytes_per_param(self) -> float:
-        """Bytes of a parameter and its part of a bfloat16 scale, where blocks have a size."""
-        kind = CODES[self.name]
-        code = 1.0 if kind.dtype in (jnp.int8, jnp.float8_e4m3fn) else 0.5
-        return code if self.block is None else code + (4 if kind.has_minimum else 2) / self.block
 
 
 _TEXTS = [ParamFormat(name, kind.block).text for name, kind in CODES.items()]

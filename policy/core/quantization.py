@@ -1,13 +1,15 @@
-"""Arrays as quantized values and scales: their type, magnitudes of scales, and rounding."""
+"""Arrays as quantized values and scales: their type, the formats of values, and magnitudes."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
@@ -49,15 +51,69 @@ def largest_magnitude(x: Array, largest: Callable[[Array], Array]) -> Array:
     return lax.bitcast_convert_type(largest(bits), jnp.float32)
 
 
-def nearest_values(
-    x: Array, dtype: DTypeLike, largest: float, smallest: float | None = None
-) -> Array:
-    """Clips float32 numbers to codes, and rounds them to integers; other codes a cast rounds to.
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """A format of quantized values, which are in units of their scale.
 
-    Args:
-      x: in units of the scale.
-      dtype: of the codes, which the caller casts to.
-      largest, smallest: the range; None is ``-largest``.
+    Attributes:
+      dtype: of the values; two of 4 bits take one byte.
+      lowest, highest: the range of the values.
+      table: the numbers that the values stand for; None of values that are numbers themselves.
+      block: the default number of values with one scale, or None for all along the axis.
+      has_minimum: whether a block has its minimum beside its scale, which values are counted from.
     """
-    rounded = jnp.round(x) if jnp.issubdtype(dtype, jnp.integer) else x
-    return jnp.clip(rounded, -largest if smallest is None else smallest, largest)
+
+    dtype: Any
+    lowest: float
+    highest: float
+    table: tuple[float, ...] | None = None
+    block: int | None = None
+    has_minimum: bool = False
+
+    @property
+    def largest(self) -> float:
+        """The number that the largest magnitude of a block is scaled to.
+
+        Of int4 it is the lowest value, and the scale has the sign that takes the number there, as
+        in llama.cpp's Q4_0.
+        """
+        return self.lowest if -self.lowest > self.highest else self.highest
+
+    @property
+    def stored(self) -> np.dtype:
+        """The dtype in memory: of float8 that of its bits, so that arithmetic on them is seen."""
+        return np.dtype(jnp.uint8 if self.dtype == jnp.float8_e4m3fn else self.dtype)
+
+    def nearest(self, x: Array) -> Array:
+        """Returns the values nearest to float32 numbers, and the even ones of ties."""
+        if self.table is not None:
+            table = np.asarray(self.table, np.float32)
+            between = (table[1:] + table[:-1]) / 2
+            above = sum((x > float(each)).astype(jnp.int32) for each in between)
+            return jnp.asarray(above).astype(self.dtype)
+        if jnp.issubdtype(self.dtype, jnp.integer):
+            x = jnp.round(x)
+        x = jnp.clip(x, self.lowest, self.highest)
+        if self.dtype == jnp.float4_e2m1fn:
+            x = _rounded(x, self.dtype)
+        return x.astype(self.dtype)
+
+
+@functools.cache
+def codec_of(dtype: np.dtype) -> Codec:
+    """Returns the format of numbers of a dtype, of a range that is even."""
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    largest = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
+    return Codec(dtype, -largest, largest)
+
+
+def _rounded(x: Array, dtype: DTypeLike) -> Array:
+    """Returns float32 numbers rounded to the nearest ones of a dtype, and ties to even.
+
+    XLA's cast to float4_e2m1fn may round to float16 before.
+    """
+    info = jnp.finfo(dtype)
+    exponent = lax.bitcast_convert_type(jnp.abs(x), jnp.int32) >> 23  # biased by 127
+    exponent = jnp.maximum(exponent, 127 + int(info.minexp)) - info.nmant
+    step = lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    return jnp.round(x / step) * step

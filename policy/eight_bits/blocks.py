@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from policy.core.arrays import alike_varying
 from policy.core.dtypes import BlockFormat, backend
-from policy.core.quantization import Quantized, largest_magnitude
+from policy.core.quantization import Quantized, codec_of, largest_magnitude
 from policy.eight_bits.quantization import rescaled, rounded_up
 
 BlockAxes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -50,32 +50,29 @@ def quantize_in_blocks(
     x = jnp.reshape(jnp.transpose(x, sum(layout, ())), shape).astype(jnp.float32)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, -shape[2] % blocks.size)))
     x = jnp.reshape(x, (*shape[:2], -1, blocks.size))
-    limit, outer = float(jnp.finfo(dtype).max), None
+    codec, outer = codec_of(dtype), None
     largest = largest_magnitude(x, functools.partial(jnp.max, axis=3, keepdims=True, initial=0))
     if blocks.scale == _E8M0:
-        scale, inverse = _powers_of_two(largest, dtype, blocks.rounds_up)
+        scale, inverse = _powers_of_two(largest, codec.highest, blocks.rounds_up)
     else:
         most = float(jnp.finfo(blocks.scale).max)
         whole = jnp.max(largest, initial=0)
-        encode = jnp.minimum(most * limit / whole, _LARGEST)
+        encode = jnp.minimum(most * codec.highest / whole, _LARGEST)
         outer = jnp.where(jnp.isfinite(whole), 1 / encode, jnp.nan)
-        scale = jnp.minimum(largest / limit * encode, most).astype(blocks.scale)
+        scale = jnp.minimum(largest / codec.highest * encode, most).astype(blocks.scale)
         inverse = jnp.minimum(1 / (scale.astype(jnp.float32) * outer), _LARGEST)
-    limited = jnp.minimum(jnp.maximum(x * inverse, -limit), limit)
-    codes = _rounded(limited, dtype).astype(dtype)
-    codes = jnp.reshape(codes, (*shape[:2], -1))
+    codes = jnp.reshape(codec.nearest(x * inverse), (*shape[:2], -1))
     # Without it XLA takes the casts out where it widens the codes again.
     codes, scale = map(lax.optimization_barrier, (codes, lax.squeeze(scale, (3,))))
     return Quantized(codes, scale, outer)
 
 
-def _powers_of_two(largest: Array, dtype: np.dtype, rounds_up: bool) -> tuple[Array, Array]:
+def _powers_of_two(largest: Array, limit: float, rounds_up: bool) -> tuple[Array, Array]:
     """Returns scales in float8_e8m0fnu, and their inverses in float32, by the largest magnitudes.
 
     The exponent is ``floor(log2(largest)) - floor(log2(limit))``, or ``ceil(log2(largest /
     limit))`` if it is rounded up, with the dtype's largest number as limit, and -127 at least.
     """
-    limit = float(jnp.finfo(dtype).max)
     exact = rounded_up(largest / limit, 23) if rounds_up else largest
     exponent = lax.bitcast_convert_type(exact, jnp.int32) >> 23  # biased by 127, 255 of NaN
     if not rounds_up:
@@ -85,18 +82,6 @@ def _powers_of_two(largest: Array, dtype: np.dtype, rounds_up: bool) -> tuple[Ar
     codes = jnp.where(is_finite, exponent, 255).astype(jnp.uint8)
     scale = lax.bitcast_convert_type(codes, jnp.dtype(_E8M0))
     return scale, jnp.where(is_finite, inverse, jnp.nan)
-
-
-def _rounded(x: Array, dtype: np.dtype) -> Array:
-    """Returns float32 numbers rounded to the nearest ones of a dtype, and ties to even.
-
-    XLA's cast to float4_e2m1fn may round to float16 before.
-    """
-    info = jnp.finfo(dtype)
-    exponent = lax.bitcast_convert_type(jnp.abs(x), jnp.int32) >> 23  # biased by 127
-    exponent = jnp.maximum(exponent, 127 + int(info.minexp)) - info.nmant
-    step = lax.bitcast_convert_type(exponent << 23, jnp.float32)
-    return jnp.round(x / step) * step
 
 
 def multiply_blocks(lhs: Quantized, rhs: Quantized, dtype: DTypeLike) -> Array:

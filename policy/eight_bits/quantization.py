@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from policy.core.dtypes import INT8, ScaledMatmul, Scaling, backend, compute_capability, preferred
 from policy.core.messages import warn_once
-from policy.core.quantization import Quantized, largest_magnitude, nearest_values
+from policy.core.quantization import Quantized, codec_of, largest_magnitude
 from policy.core.reverse_mode import in_reverse_mode
 from policy.programs.thread import during, thread
 
@@ -107,12 +107,12 @@ def quantize_by(
       scale_dtype: float32 or bfloat16.
     """
     is_exact = dtype != INT8  # scales of float8 are powers of two
-    limit = float(jnp.finfo(dtype).max) if is_exact else 127.0
+    codec = codec_of(dtype)
     dropped = 23 if is_exact else 23 - int(jnp.finfo(scale_dtype).nmant)
-    scale = jnp.maximum(rounded_up(largest / limit, dropped), _SMALLEST_SCALE)
-    codes = nearest_values(wide / beside(scale), dtype, limit).astype(dtype)
+    scale = jnp.maximum(rounded_up(largest / codec.highest, dropped), _SMALLEST_SCALE)
+    values = codec.nearest(wide / beside(scale))
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
-    return Quantized(codes, scale.astype(scale_dtype))
+    return Quantized(values, scale.astype(scale_dtype))
 
 
 def shared_operands() -> contextlib.AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.core.param_formats import CODES, NF4
-from policy.core.quantization import largest_magnitude, nearest_values
+from policy.core.quantization import largest_magnitude
 
 
 def quantized(
@@ -34,11 +34,11 @@ def quantized(
     # Scales are rounded, and a finite number stays finite in the dtype of `x`.
     below = 1 - float(jnp.finfo(scale_dtype).eps)
     room: Any = min(float(jnp.finfo(x.dtype).max), widest) * below
-    limit, minimum, smallest = float(jnp.finfo(scale_dtype).max), None, None
+    limit, minimum = float(jnp.finfo(scale_dtype).max), None
     if kind.has_minimum:
         minimum = jnp.min(wide, axis, keepdims=True)
         minimum = jnp.clip(minimum, -min(room, limit), min(room, limit)).astype(scale_dtype)
-        wide, smallest = wide - minimum.astype(jnp.float32), 0
+        wide = wide - minimum.astype(jnp.float32)
         room = jnp.minimum(room - minimum.astype(jnp.float32), widest * below)
     amax = largest_magnitude(wide, lambda bits: jnp.max(bits, axis, keepdims=True))
     is_held = amax / largest < 2.0**126  # XLA flushes the reciprocals of larger scales to 0
@@ -48,16 +48,7 @@ def quantized(
     scale = jnp.clip(amax / kind.largest, -highest, highest)
     scale = jnp.where(is_held, scale, jnp.nan).astype(scale_dtype)
     divisor = scale.astype(jnp.float32)
-    unit = wide / jnp.where(divisor == 0, 1, divisor)
-    if kind.table is not None:
-        table = np.asarray(kind.table, np.float32)
-        between = (table[1:] + table[:-1]) / 2
-        codes = jnp.asarray(sum((unit > float(each)).astype(jnp.int32) for each in between))
-    elif kind.largest < 0:
-        codes = nearest_values(unit, kind.dtype, -kind.largest - 1, kind.largest)
-    else:
-        codes = nearest_values(unit, kind.dtype, kind.largest, smallest)
-    codes = in_memory(codes.astype(kind.dtype), name)
+    codes = in_memory(kind.nearest(wide / jnp.where(divisor == 0, 1, divisor)), name)
     if minimum is None:
         return codes, scale
     return codes, jnp.concatenate([scale, minimum], axis)

@@ -195,10 +195,3 @@ def test_exported_programs_multiply_codes_three_times(platform, text):
     element = {"mxfp8": "xf8E4M3FN>", "nvfp4": "xf4E2M1FN>"}[text]
     assert len(dots) == 3
     assert all(line.split(" : (")[1].count(element) == 2 for line in dots)
-
-
-@pytest.mark.slow
-def test_a_type_that_jax_lacks_is_rejected_by_name(monkeypatch):
-    monkeypatch.delattr(jnp, "float4_e2m1fn")
-    with pytest.raises(ValueError, match=r"JAX .* has no float4_e2m1fn: .* or m=f8"):
-        scaled_matmul_of("nvfp4")
