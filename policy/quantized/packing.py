@@ -105,14 +105,12 @@ def _unpacked(like: Any, stored: Any, axis: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="axis")
 def _in_bytes(codes: jax.Array, axis: int) -> jax.Array:
-    bits = codes.astype(jnp.int8).astype(jnp.uint8) & 15
-    low, high = (lax.slice_in_dim(bits, i, None, 2, axis) for i in (0, 1))
-    return low | high << 4
+    pairs = [lax.slice_in_dim(codes, i, None, 2, axis) for i in (0, 1)]
+    return lax.bitcast_convert_type(jnp.stack(pairs, -1), jnp.uint8)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _in_halves(packed: jax.Array, axis: int, dtype: np.dtype) -> jax.Array:
-    bits = jnp.stack([packed & 15, packed >> 4], axis).astype(jnp.int8)
-    after = packed.shape[packed.ndim + axis + 1 :]
-    bits = bits.reshape(*packed.shape[:axis], 2 * packed.shape[axis], *after)
-    return ((bits ^ 8) - 8 if dtype == jnp.int4 else bits).astype(dtype)
+    shape = list(packed.shape)
+    shape[axis] *= 2
+    return jnp.moveaxis(lax.bitcast_convert_type(packed, dtype), -1, axis).reshape(shape)
