@@ -67,7 +67,7 @@ class _Ragged(ScaledOperation):
     sizes: Array
 
     def product(self, lhs: Array, rhs: Array) -> Array:
-        return self._masked(self._multiplied(lhs, rhs, _FORWARD, self.dtype))
+        return _masked(self._multiplied(lhs, rhs, _FORWARD, self.dtype), self.sizes)
 
     def beside_result(self, scale: Array, side: int) -> Array:
         return self._of_rows(lax.squeeze(scale, (1,))) if side else scale
@@ -76,7 +76,7 @@ class _Ragged(ScaledOperation):
         return (1 - side,)
 
     def quantized(self, side: int, cotangent: Array) -> Quantized:
-        cotangent = self._masked(cotangent)
+        cotangent = _masked(cotangent, self.sizes)
         if side == 0:
             return super().quantized(side, cotangent)
         if self.by.scaling == "tensor":
@@ -97,7 +97,7 @@ class _Ragged(ScaledOperation):
                 *operands, self.sizes, numbers, preferred_element_type=out
             )
         product = self._multiplied(*operands, numbers, dtype) * scale
-        return product if side else self._masked(product)
+        return product if side else _masked(product, self.sizes)
 
     def _multiplied(
         self, lhs: Array, rhs: Array, numbers: lax.RaggedDotDimensionNumbers, dtype: DTypeLike
@@ -120,9 +120,6 @@ class _Ragged(ScaledOperation):
         experts = _experts(self.sizes, self.rows)
         found = jax.ops.segment_max(bits, experts, self.sizes.size, indices_are_sorted=True)
         return jnp.maximum(found, 0)  # of an expert without rows
-
-    def _masked(self, rows: Array) -> Array:
-        return _masked(rows, self.sizes)
 
 
 def scaled_ragged_dot_general(

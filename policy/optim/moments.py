@@ -18,7 +18,7 @@ from policy.core.arrays import boxed_parts, varying_axes, working_dtype
 from policy.core.dtypes import dtype_names, parse_dtype
 from policy.core.messages import shortened
 from policy.core.quantization import Quantized
-from policy.optim.blockwise import LARGEST_DECAY, POSITIVE, SIGNED, Format, decode, encode
+from policy.optim.blockwise import FORMATS, LARGEST_DECAY, Format, decode, encode
 from policy.optim.storage_modes import round_stochastically, round_to, rounding_keys
 
 FIRST_MOMENTS = ("mu", "m", "m1", "trace", "ema", "exp_avg")
@@ -60,7 +60,7 @@ def get_moment_dtypes(
 def _storage_dtype(name: str, asked: DTypeLike | None) -> np.dtype:
     kind = asked if asked is None or isinstance(asked, str) else jnp.dtype(asked).name
     if kind in ("int8", "uint8"):
-        return (SIGNED if is_first(name) else POSITIVE).dtype
+        return np.dtype("int8" if is_first(name) else "uint8")
     if kind is None or kind not in dtype_names() or parse_dtype(kind).itemsize > 4:
         raise ValueError(
             f"moment_dtype should be bfloat16, float16, float32 or 'int8', but got {asked!r}."
@@ -81,12 +81,7 @@ def is_first(name: str) -> bool:
 StoredForm: TypeAlias = np.dtype | Format | None
 """The form that a leaf is stored in: codes, or a floating dtype; None for one that stays as is."""
 
-
-def form_of(field: str, dtype: np.dtype) -> np.dtype | Format:
-    """Returns the form that a field is stored in by its dtype: codes, if the dtype is of codes."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return dtype
-    return SIGNED if is_first(field) else POSITIVE
+_FORMS: dict[np.dtype, Format] = {form.dtype: form for form in FORMATS}
 
 
 def is_stored_as_codes(node: Any) -> bool:
@@ -125,7 +120,7 @@ def asked_forms(
     forms: list[StoredForm] = []
     for name, leaf in zip(fields_of(inner, params), moments_in(inner), strict=True):
         dtype = dtypes.get(name, dtypes.get("") if name in FIRST_MOMENTS else None)
-        forms.append(None if dtype is None or not is_moment(leaf) else form_of(name, dtype))
+        forms.append(None if dtype is None or not is_moment(leaf) else _FORMS.get(dtype, dtype))
     return forms
 
 
@@ -297,7 +292,7 @@ def check_moments(
     for name in sorted(found):
         dtype = dtypes[name if name in dtypes else ""]
         if dtype.itemsize < 4:
-            _check_field(tx, params, name, form_of(name, dtype), stochastic)
+            _check_field(tx, params, name, _FORMS.get(dtype, dtype), stochastic)
 
 
 def _check_field(
