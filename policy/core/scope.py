@@ -26,7 +26,7 @@ from policy.core.messages import instruction_after, require_function, warn_once
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, RulesLike, as_rules
 from policy.programs.frameworks import is_reference
-from policy.programs.marks import BOUNDARY, ISLAND, returned
+from policy.programs.marks import BOUNDARY, ISLAND, NO_POLICY, returned
 from policy.programs.thread import during
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -167,6 +167,13 @@ def current_scope() -> Scope:
     return scope
 
 
+def is_lost_in_own_code() -> bool:
+    """Returns whether code obeys the policy in force only where it is a module's, or reads it."""
+    scope = _context.value
+    is_own = not (scope.boundary_open or scope.traces_own_code or scope.keeps_own_code)
+    return is_own and scope.policy is not None and not is_float32(scope.policy)
+
+
 def current_policy() -> Policy | None:
     """Returns the policy in force in this thread, or None.
 
@@ -264,7 +271,9 @@ class use_policy(Block):
     policy in force. The scope belongs to this thread: a new thread sees the global policy. It is
     part of JAX's jit cache key, so a jitted function is retraced under another policy and its first
     program is reused afterwards. A warning is given for a `use_policy` object that is dropped
-    without having been entered, and at the end of a block whose policy nothing has read.
+    without having been entered, at the end of a block whose policy nothing has read, and, by
+    `mpmodules`, where a layer of Flax's own runs in one. ``use_policy(None)`` around the call of a
+    model that is to stay as it is, such as a teacher, is silent.
 
     As a decorator of an async function or a generator it holds for each step, and not while the
     function is suspended. A block in an async function is rejected, because other tasks of the
@@ -342,7 +351,9 @@ def _in_force(
         rules=outer.rules if rules is None else rules,
         attention_axes=outer.attention_axes if attention_axes is None else attention_axes,
     )
-    with enter(scope, Source("scope")):
+    leaves = policy is None and outer.policy is not None
+    mark = jax.named_scope(NO_POLICY) if leaves else contextlib.nullcontext()
+    with mark, enter(scope, Source("scope")):
         yield policy
 
 

@@ -44,6 +44,7 @@ def innermost_scope(equation: Equation) -> str:
 LAYER = f"{REGION}layer"  # a layer that obeys a policy itself
 RETURNED = f"{REGION}returned"  # its result, for the code around it
 KEPT = f"{REGION}kept"  # a parameter that no policy casts
+NO_POLICY = f"{REGION}no_policy"  # a block of `use_policy(None)` inside of a policy
 UNROUNDED = f"{REGION}unrounded"  # a matmul of which a line asks for a float32 result
 _COMPUTE = f"{REGION}computes_in_"
 _CALL = f"{REGION}call_"

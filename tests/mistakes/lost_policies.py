@@ -61,7 +61,7 @@ def linen_step(layers: Any, *, around: str = "call") -> Callable[[], None]:
 def nnx_step(layers: Any) -> None:
     for _ in range(2):
         with use_policy(TEXT):
-            layers.Linear(4, 3, rngs=rngs())(X)
+            layers.Linear(4, 6, rngs=rngs())(X)
 
 
 def decorated(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -116,12 +116,14 @@ def in_block(function: Callable[[], Any], text: str = TEXT) -> Callable[[], Any]
 
 NOTHING = "Nothing obeyed use_policy('params=float32,compute=bfloat16,output=float32') … import"
 SCOPES = {
-    f"{NOTHING} linen or nnx from mpmodules … apply_policy": [
+    f"{NOTHING} linen or nnx from mpmodules … apply_policy": in_block(lambda: X @ X.T),
+    "flax.nnx.Linear ran where … import nnx … apply_policy … use_policy(None)": (
+        lambda: nnx_step(flax.nnx)
+    ),
+    "flax.linen.Dense ran where … import linen … autocast … use_policy(None)": [
         linen_step(flax.linen),
-        lambda: nnx_step(flax.nnx),
-        decorated(lambda: flax.linen.Dense(3).init(KEY, X)),
+        decorated(lambda: flax.linen.Dense(5).init(KEY, X)),
         with_policy(flax.linen),
-        in_block(lambda: X @ X.T),
     ],
     "Nothing obeyed … around the calls of a linen model … not around jax.jit": [
         linen_step(nn, around="construction"),

@@ -33,9 +33,6 @@ MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_
 MOVES = ("reshape", "broadcast_in_dim", "squeeze", "transpose", "slice", "concatenate", "tile")
 CASTS = ("convert_element_type", "reduce_precision")
 HALF = ("bfloat16", "float16")
-# Silent after a block in which the same policy was obeyed, as a cached program reads no policy in
-# its block either; told in the first block of a process.
-SILENT = {"flax.linen in use_policy", "flax.nnx in use_policy"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -295,13 +292,7 @@ def test_a_request_is_obeyed_or_told(request_, column):
     assert found.partition(":")[0] in request_.expect.get(column, "obeyed").split("|"), found
 
 
-def mistakes() -> Iterator[Any]:
-    silent = [pytest.mark.xfail(strict=True, raises=AssertionError)]
-    for name in MISTAKES:
-        yield pytest.param(name, marks=silent if name in SILENT else [])
-
-
-@pytest.mark.parametrize("name", list(mistakes()))
+@pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_or_rejected(name):
     run, wanted, words = MISTAKES[name]
     assert outcome_of_mistake(run, words) == wanted

@@ -151,14 +151,14 @@ def test_a_modules_setup_runs_under_its_policy():
 
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
 def test_the_name_stack_names_each_layer_once_and_a_boundarys_casts(policy):
-    def stacks(model):
+    def stacks(model, policy):
         variables = jax.eval_shape(lambda: model.init(KEY, X))
         with use_policy(policy):
             eqns = jax.make_jaxpr(model.apply)(variables, X).jaxpr.eqns
         dots = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
         return [str(eqn.source_info.name_stack) for eqn in (*dots, eqns[0], eqns[-1])]
 
-    ours, theirs = stacks(Net()), stacks(FlaxNet())
+    ours, theirs = stacks(Net(), policy), stacks(FlaxNet(), None)
     assert ours[:2] == theirs[:2] == ["Net/Dense_0", "Net/Dense_1"]
     casts = ["Net/Dense_0/policy_boundary", "Net/policy_boundary"]
     assert ours[2:] == (casts if policy else theirs[2:])
