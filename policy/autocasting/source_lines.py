@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import dis
 import functools
 import itertools
 import linecache
@@ -82,29 +82,38 @@ def _called(equation: Equation) -> tuple[str, types.CodeType | None, int]:
 
 @functools.lru_cache(4096)
 def _is_constant(code: types.CodeType, offset: int) -> bool:
-    """Returns whether a call of a cast names a constant dtype, no field or argument of the code."""
-    place = next(itertools.islice(code.co_positions(), offset // 2, None), (None,) * 4)
-    lines = linecache.getlines(code.co_filename)
-    if None in place or not lines:
+    """Returns whether a call of a cast names a constant dtype, no field or argument of the code.
+
+    It is read from the bytecode: code that was typed in has no source. A local variable may hold
+    a function of a constant, `promote_types`.
+    """
+    instructions = [(*_span(each), each) for each in dis.get_instructions(code)]
+    start, end, _ = next(each for each in reversed(instructions) if each[2].offset <= offset)
+    within = [each for each in instructions if start <= each[0] and each[1] <= end]
+    callee = [last for first, last, _ in within if first == start and last < end]
+    called = max(callee, default=start)
+    names = [str(each.argval) for *span, each in within if called in span]
+    said = [each for first, _, each in within if first > called]
+    if any(map(_FLOAT32.search, (*names, *(str(each.argval) for each in said)))):
         return True
-    first, last, start, end = (int(each or 0) for each in place)
-    encoded = "".join(lines[first - 1 : last]).encode()
-    end += len(encoded) - len(lines[last - 1].encode())
-    text = encoded[start:end].decode(errors="ignore")
-    if _FLOAT32.search(text):
-        return True
-    try:
-        call = ast.parse(f"({text})", mode="eval").body
-    except SyntaxError:
-        return True
-    if not isinstance(call, ast.Call):
-        return True
-    given = [each.value for each in call.keywords if each.arg in ("dtype", "new_dtype")]
-    is_method = getattr(call.func, "attr", "") == "astype" and len(call.args) == 1
-    given += call.args[0 if is_method else 1 :]
-    names = {each.id for dtype in given for each in ast.walk(dtype) if isinstance(each, ast.Name)}
-    local = names & {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
-    return not local or "promote_types" in code.co_names
+    if not _OF_CASTS.intersection(names):
+        return True  # a function that holds the dtype
+    roots = [each for each in said if each.opname.startswith(_ROOTS) and not _is_flag(each)]
+    is_local = bool(roots) and roots[-1].opname.startswith(_ROOTS[:2])
+    return not is_local or ("promote_types" in code.co_names and casts_to_float32(code))
+
+
+_ROOTS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_CONST")
+
+
+def _is_flag(instruction: dis.Instruction) -> bool:
+    return instruction.opname == "LOAD_CONST" and not isinstance(instruction.argval, str)
+
+
+def _span(instruction: dis.Instruction) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the line and column of the start and of the end of an instruction's source."""
+    line, last, column, end = (each or 0 for each in instruction.positions or (0,) * 4)
+    return (line, column), (last, end)
 
 
 def speaks(equations: Sequence[Equation]) -> bool:

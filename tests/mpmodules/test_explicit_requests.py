@@ -13,12 +13,14 @@ from typing import Any
 import jax
 import jax.extend
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as flax_linen
 
 from policy import DtypePolicyWarning, autocast
 from tests.mpmodules.explicit_requests import (
     COLUMNS,
+    FIELDS,
     MISTAKES,
     REQUESTS,
     Request,
@@ -344,3 +346,26 @@ def test_autocast_tells_a_float32_layer_only_beside_others(dtype):
         jax.eval_shape(autocast(model.apply, "mixed_bfloat16"), variables, tokens)
     told = [str(each.message) for each in caught if each.category is DtypePolicyWarning]
     assert len(told) == (dtype is None), told
+
+
+@pytest.mark.parametrize(
+    ("line", "dtype"),
+    {
+        "h.astype(jnp.float32) @ w.astype(jnp.float32)": "float32",
+        "jnp.asarray(h, 'float32') @ jnp.asarray(w, dtype=np.float32)": "float32",
+        "jnp.float32(h) @ jnp.float32(w)": "float32",
+        "h.astype(dtype) @ w.astype(dtype)": "bfloat16",
+        "jnp.asarray(h, self.dtype) @ jnp.asarray(w, dtype=self.dtype)": "bfloat16",
+        "jnp.sin(h.astype(jnp.bfloat16)).astype(dtype) @ jnp.cos(w).astype(dtype)": "bfloat16",
+        "lax.convert_element_type(h, dtype) @ lax.convert_element_type(w, dtype)": "bfloat16",
+    }.items(),
+)
+def test_a_literal_is_obeyed_and_a_variable_left_to_the_policy_in_code_without_source(line, dtype):
+    names = {"jnp": jnp, "np": np, "lax": jax.lax, "fields": FIELDS}
+    exec(f"def request(h, w, dtype=jnp.float32, self=fields):\n    return {line}", names)
+    closed = jax.make_jaxpr(autocast(lambda h, w: names["request"](h, w), "mixed_bfloat16"))(
+        jnp.ones((2, 3)), jnp.ones((3, 4))
+    )
+    ops: list[Op] = []
+    inline(closed, [Value(var.aval) for var in closed.jaxpr.invars], ops)
+    assert {op.said[:2] for op in ops if op.name in MATMULS} == {(dtype, dtype)}
