@@ -44,7 +44,7 @@ def is_reference(x: Any) -> bool:
     every call and loses the updates of batch statistics. linen Modules, Scopes and Variables are
     references as well.
     """
-    return isinstance(x, jax.Ref) or derives_from(x, *_REFERENCES)
+    return isinstance(x, jax.Ref) or derives_from(type(x), *_REFERENCES)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -119,13 +119,14 @@ _CALLERS = (
 )
 
 
-def derives_from(x: Any, *bases: type) -> bool:
-    """As `isinstance`, but reads the order of inheritance alone.
+@functools.cache
+def derives_from(cls: type, *bases: type) -> bool:
+    """As `issubclass`, but reads the order of inheritance alone.
 
-    The metaclasses of Flax's modules ask every subclass, so `isinstance` with a class of one API
+    The metaclasses of Flax's modules ask every subclass, so `issubclass` with a class of one API
     would run code of the other.
     """
-    return any(base in bases for base in type(x).__mro__)
+    return any(base in bases for base in cls.__mro__)
 
 
 @functools.cache
@@ -136,19 +137,19 @@ def is_library(method: Any) -> bool:
 
 def calls_users(module: Any) -> bool:
     """Returns whether a module calls what it is given, unless that is a cell of Flax's or ours."""
-    if not derives_from(module, *_CALLERS):
+    if not derives_from(type(module), *_CALLERS):
         return False
-    if derives_from(module, linen.Sequential, nnx.Sequential):
+    if derives_from(type(module), linen.Sequential, nnx.Sequential):
         return True
     return not all(map(is_library, _cells_of(module)))
 
 
 def _cells_of(module: Any) -> Iterator[Callable[..., Any]]:
     """Yields the methods of the cells that a loop calls."""
-    if derives_from(module, linen.Bidirectional, nnx.Bidirectional):
+    if derives_from(type(module), linen.Bidirectional, nnx.Bidirectional):
         yield from _cells_of(module.forward_rnn)
         yield from _cells_of(module.backward_rnn)
-    elif derives_from(module, linen.RNN, nnx.RNN):
+    elif derives_from(type(module), linen.RNN, nnx.RNN):
         yield type(module.cell).__call__
 
 

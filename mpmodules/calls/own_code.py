@@ -288,7 +288,7 @@ def key_of(value: Any, seen: dict[int, int]) -> Hashable:
       TypeError: it holds arrays, variables, or values that are not hashable.
     """
     is_array = isinstance(value, jax.Array | np.ndarray)
-    if is_array or inspect.ismethod(value) or derives_from(value, *_HELD):
+    if is_array or inspect.ismethod(value) or derives_from(type(value), *_HELD):
         raise TypeError(f"{type(value).__name__} is not static.")
     if isinstance(value, str | type | types.ModuleType | None):
         return value
@@ -296,7 +296,7 @@ def key_of(value: Any, seen: dict[int, int]) -> Hashable:
         return float, value.hex()
     if isinstance(value, tuple | list):
         return type(value), tuple(key_of(item, seen) for item in value)
-    if isinstance(value, dict) or derives_from(value, Mapping):
+    if isinstance(value, dict) or derives_from(type(value), Mapping):
         return type(value), tuple((key, key_of(item, seen)) for key, item in value.items())
     if isinstance(value, nnx.graph.Static):
         return nnx.graph.Static, key_of(value.value, seen)

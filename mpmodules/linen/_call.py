@@ -17,7 +17,7 @@ from flax.core import meta
 from jax.typing import DTypeLike
 
 from mpmodules.calls import classes, own_code
-from mpmodules.calls.boundary import MethodCall, run_at_boundary
+from mpmodules.calls.boundary import MethodCall, is_reference, run_at_boundary
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.linen._resolution import (
     check_rules,
@@ -42,6 +42,7 @@ from policy.core.precedence import Effective, note_obeyed
 from policy.core.scope import Scope, computes_in_half, current_scope, enter, multiplying
 from policy.programs.paths import joined
 from policy.programs.thread import thread
+from policy.programs.tracing.trace import is_eager
 from policy.quantized.params import require_trainable
 
 # Methods that run as Flax runs them: their dtypes are the carry's and the cache's own.
@@ -304,7 +305,7 @@ def call_traced(call: MethodCall, effective: Effective, *, plainly: Callable[...
                 call = call._replace(args=args, kwargs=kwargs)
                 outputs = plainly(*args, **kwargs)
         else:
-            key = _key(module, call.method)
+            key = _key(call)
             run = functools.partial(own_code.run, type(module), policy=policy, key=key)
             try:
                 outputs = lifted(call.method, run)(module, call.args, call.kwargs)
@@ -323,12 +324,14 @@ def wrapped_once(function: Callable[..., Any]) -> Method:
     return flax_nn.module.wrap_method_once(function)
 
 
-def _key(module: Any, method: Method) -> Hashable:
+def _key(call: MethodCall) -> Hashable:
     """Returns a key of the programs of a call, or None where they are not kept.
 
-    They are where no summary, no capture and nobody's interceptor takes part in the call, and no
-    check of rules.
+    They are outside of traces, where no summary, no capture and nobody's interceptor takes part in
+    the call, and no check of rules.
     """
+    if not all(map(is_eager, jax.tree.leaves((call.args, call.kwargs), is_leaf=is_reference))):
+        return None
     flaxs, interceptors = flax_nn.module._context, flax_nn.module._global_interceptor_stack
     if any(flaxs.capture_stack[-1:]) or flaxs.call_info_stack:
         return None
@@ -337,7 +340,7 @@ def _key(module: Any, method: Method) -> Hashable:
     if not all(getattr(each, "is_of_a_port", False) for each in interceptors):
         return None
     try:
-        return "linen", method, own_code.key_of(module, {}), bool(calls.paths)
+        return "linen", call.method, own_code.key_of(call.module, {}), bool(calls.paths)
     except (TypeError, RecursionError):  # the second of an object that holds itself in a dict
         return None
 
