@@ -22,10 +22,10 @@ from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.linen._resolution import (
     check_rules,
     effective_policy,
-    fields_set,
     model_of,
     note_policy,
     plain_fields,
+    viewed,
     warn_of_outermost,
     where,
 )
@@ -179,8 +179,8 @@ def _run_users(call: MethodCall, effective: Effective) -> Any:
     """
     if call.is_lifted or not getattr(type(call.module), "_dtype_fields", False):
         return call.run(call.module)
-    with fields_set(call.module, plain_fields(call.module, effective)):
-        return call.run(call.module)
+    with viewed(call.module, plain_fields(call.module, effective)) as view:
+        return call.run(view)
 
 
 def _run_in_trace(call: MethodCall, effective: Effective, scope: Scope) -> Any:
@@ -198,20 +198,20 @@ def _run_in_trace(call: MethodCall, effective: Effective, scope: Scope) -> Any:
     return own_code.run_inside(run_own_code, scope, effective, where(module))
 
 
-def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
+def run_setup(module: Any, setup: Method) -> Any:
     """Runs a module's setup under its policy, whichever entry reaches it: parameters made there
-    need their dtype. A layer's fields are as the policy wants them.
+    need their dtype. A layer's is that of a view with the policy's dtypes.
     """
     scope = current_scope()
     effective = effective_policy(module, scope)
     if getattr(type(module), "_is_layer", False):
-        with fields_set(module, module._policy_fields(effective.policy)):
-            return setup()
+        with viewed(module, module._policy_fields(effective.policy)) as view:
+            return setup(view)
     inner = _scope_inside(scope, effective.policy, scope.crosses(effective.base))
     traces = scope.traces_own_code and not _keeps(module)
     states = states_made_in_float32(module) if traces else contextlib.nullcontext()
     with enter(inner, effective.source.for_those_inside(where(module))), states:
-        return setup()
+        return setup(module)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def _with_boundary(method: Method, is_lifted: bool) -> Method:
 def _around_setup(setup: Method) -> Method:
     @functools.wraps(setup)
     def call(self: Any) -> Any:
-        return run_setup(self, lambda: setup(self))
+        return run_setup(self, setup)
 
     call._policy_boundary = call  # type: ignore[attr-defined]
     return call

@@ -1,4 +1,4 @@
-"""The base class of our linen layers, which puts the policy's dtypes in their fields for a call."""
+"""The base class of our linen layers, a view of which has the policy's dtypes during a call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpmodules.calls.classes import is_written_by_user
 from mpmodules.functions.functional import half_safe_inits, is_half
 from mpmodules.layers.matmul_calls import Numerics, numerics_of
 from mpmodules.linen._module import Module
-from mpmodules.linen._resolution import dtype_fields, effective_policy, fields_set
+from mpmodules.linen._resolution import dtype_fields, effective_policy, viewed
 from policy.core.policy import Policy
 from policy.core.scope import current_scope
 from policy.quantized.array import QuantizedArray
@@ -31,7 +31,7 @@ meta.AxisMetadata.register(QuantizedArray)  # modules of others read it as they 
 class Layer(Module):
     """A Flax layer that obeys policies.
 
-    Its method runs, entered once, while the layer's `dtype` and `param_dtype` fields hold the
+    Its method runs, entered once, on a view whose `dtype` and `param_dtype` fields hold the
     policy's dtypes.
     """
 
@@ -77,13 +77,13 @@ class Layer(Module):
         policy, dtype = call.policy, call.effective.dtype
         complex_dtype = call.complex_dtype
         if policy is not None and dtype is None and complex_dtype is not None:
-            with fields_set(self, dtype_fields(self, policy) | {"dtype": complex_dtype}):
-                return call.run(self)  # as Flax infers it: no policy casts complex numbers
+            with viewed(self, dtype_fields(self, policy) | {"dtype": complex_dtype}) as view:
+                return call.run(view)  # as Flax infers it: no policy casts complex numbers
         fields = self._policy_fields(policy)
         fields |= half_safe_fields(self, fields.get("param_dtype", jnp.float32))
         fields |= {"_numerics": numerics_of(call)} if dtype is None else {"dtype": dtype}
-        with fields_set(self, fields):
-            return call.run(self)
+        with viewed(self, fields) as view:
+            return call.run(view)
 
 
 def half_safe_fields(

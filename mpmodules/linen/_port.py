@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 import flax.linen as flax_nn
@@ -43,7 +43,7 @@ from mpmodules.linen._call import (
     run_setup,
     wrapped_once,
 )
-from mpmodules.linen._resolution import declared_dtypes
+from mpmodules.linen._resolution import declared_dtypes, viewed
 from mpmodules.linen._summary import tabulate_method
 from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
@@ -347,7 +347,7 @@ def seen_as(module: Any, cls: type, keep: Collection[str]) -> Iterator[Any]:
             ours = None if is_ours(type(part)) else adopting_class(type(part))
             if ours is not None:
                 fields[name] = parts.enter_context(seen_as(part, ours, keep))
-        yield parts.enter_context(_stand_in(module, cls, fields))
+        yield parts.enter_context(viewed(module, fields, cls))
 
 
 class Adopter:
@@ -444,7 +444,7 @@ def _run(
     """Calls ``method(module, *args, **kwargs)`` under the policy that `module` obeys."""
     name = context.method_name
     if name == "setup":
-        return run_setup(module, lambda: method(module))
+        return run_setup(module, method)
     if not is_boundary_name(name):
         return method(module, *args, **kwargs)
     is_upstreams = is_upstream(context.orig_method.func)
@@ -524,26 +524,3 @@ def state_of(model: flax_nn.Module) -> dict[str, Any]:
     """Returns the attributes of the instance beside its fields, such as a config."""
     fields = {f.name for f in dataclasses.fields(model) if f.init}
     return {name: value for name, value in vars(model).items() if name not in fields | FLAX_STATE}
-
-
-@contextlib.contextmanager
-def _stand_in(module: Any, cls: type, fields: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields an instance of `cls` with other `fields` that shares a bound module's scope and state.
-
-    What setup and calls leave behind on it is the module's afterwards, whose fields stay as they
-    are.
-    """
-    other: Any = object.__new__(cls)
-    namespace = vars(other)
-    namespace.update(vars(module), **fields)
-    before = dict(namespace)
-    try:
-        yield other
-    finally:
-        declared = {field.name for field in dataclasses.fields(other) if field.init}
-        for name, value in namespace.items():
-            if name not in declared and (name not in before or value is not before[name]):
-                object.__setattr__(module, name, value)
-        for child in module._state.children.values():
-            if isinstance(child, flax_nn.Module) and child.parent is other:
-                object.__setattr__(child, "parent", module)

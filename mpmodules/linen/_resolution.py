@@ -1,11 +1,8 @@
-"""The policy that a linen module obeys, and the dtype fields that Flax's code sees of it during a
-call.
-"""
+"""The policy that a linen module obeys, and the view of it that Flax's code sees during a call."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
@@ -118,15 +115,13 @@ def where(module: Any) -> str:
 
 
 def declared_dtypes(module: Any) -> Mapping[str, Any]:
-    """Returns the dtype arguments that the user gave a layer, whose fields may hold others during a
-    call.
-    """
+    """Returns the dtype arguments that the user gave a layer, also of a view with others."""
     declared = module.__dict__.get("_declared_fields", module.__dict__)
     return {name: declared.get(name) for name in ("dtype", "param_dtype")}
 
 
 def declared_field(module: Any, name: str) -> Any:
-    """Returns the value that the user gave for a field, which may hold another during a call."""
+    """Returns the value that the user gave for a field, also of a view with another."""
     return module.__dict__.get("_declared_fields", module.__dict__).get(name)
 
 
@@ -147,29 +142,34 @@ def plain_fields(module: Any, effective: Effective) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def fields_set(module: Any, fields: Mapping[str, Any]) -> Iterator[None]:
-    """Puts other values in a layer's dataclass fields for the length of a block.
+def viewed(module: Any, fields: Mapping[str, Any], cls: type | None = None) -> Iterator[Any]:
+    """Yields a view of a module: an instance with other `fields` that shares its scope and state.
 
-    The user's values stay in `_declared_fields` meanwhile; a block inside a block restores the
-    outer's values.
+    What setup and calls leave behind on the view is the module's afterwards, whose own fields stay
+    as they are.
+
+    Args:
+      module: the module.
+      fields: the dataclass fields, and other attributes, in which the view differs.
+      cls: the class of the view, of which `fields` are as declared; None for the module's own.
     """
-    namespace = module.__dict__
-    outermost = "_declared_fields" not in namespace
-    before = {name: namespace[name] for name in fields if name in namespace}
-    if outermost:
-        names = {field.name for field in dataclasses.fields(module)} - {"parent", "name"}
-        namespace["_declared_fields"] = {
-            name: namespace[name] for name in names if name in namespace
-        }
-    namespace.update(fields)
+    view: Any = object.__new__(cls or type(module))
+    namespace, given = vars(view), vars(module)
+    namespace.update(given, **fields)
+    if cls is None:
+        namespace.setdefault("_declared_fields", given)
+    before = dict(namespace)
     try:
-        yield
+        yield view
     finally:
-        namespace.update(before)
-        for name in fields.keys() - before.keys():
-            namespace.pop(name, None)
-        if outermost:
-            namespace.pop("_declared_fields", None)
+        declared = type(view).__dataclass_fields__
+        for name, value in namespace.items():
+            is_changed = name not in before or value is not before[name]
+            if is_changed and not (name in declared and declared[name].init):
+                object.__setattr__(module, name, value)
+        for child in module._state.children.values():
+            if isinstance(child, flax_nn.Module) and child.parent is view:
+                object.__setattr__(child, "parent", module)
 
 
 def check_rules(root: Any, rules: PolicyRules) -> None:

@@ -20,12 +20,7 @@ from mpmodules.layers.cache_calls import check_cache, decoding, is_or_binds, own
 from mpmodules.linen._layers.dot_product_attention import dot_product_attention
 from mpmodules.linen._module import Module
 from mpmodules.linen._port import adopting_inside
-from mpmodules.linen._resolution import (
-    declared_field,
-    dtype_fields,
-    fields_set,
-    where,
-)
+from mpmodules.linen._resolution import declared_field, dtype_fields, viewed, where
 from policy.core.policy import Policy
 from policy.eight_bits.quantization import shared_operands
 
@@ -56,8 +51,9 @@ class Attention(Module):
         if decodes and call.policy is not None and not is_complex:
             fields |= self._cache_fields(call.policy, fields)
         indices = attention.adding_indices(decodes)
-        with fields_set(self, fields), adopting_inside(self, call), indices, shared_operands():
-            return call.run(self)
+        inside = adopting_inside(self, call)
+        with viewed(self, fields) as view, inside, indices, shared_operands():
+            return call.run(view)
 
     def _cache_fields(self, policy: Policy, fields: dict[str, Any]) -> dict[str, Any]:
         """Returns the fields of a layer that decodes, where Flax's own code does not keep the cache

@@ -14,7 +14,7 @@ from mpmodules.functions.functional import is_half
 from mpmodules.functions.reductions import prelu
 from mpmodules.linen._layer import Layer
 from mpmodules.linen._module import Module
-from mpmodules.linen._resolution import fields_set
+from mpmodules.linen._resolution import viewed
 from policy.core.arrays import cast_array
 
 
@@ -38,12 +38,12 @@ class PReLU(Layer, flax_nn.PReLU):
         inputs = jnp.asarray(call.first())
         if call.policy is not None:
             inputs = cast_array(inputs, call.policy.compute_dtype)
-        with fields_set(self, self._policy_fields(call.policy)):
+        with viewed(self, self._policy_fields(call.policy)) as view:
             if not (is_half(inputs.dtype) and is_flax(call.method)):
-                return call.with_first(inputs).run(self)
-            slope = self.param(
+                return call.with_first(inputs).run(view)
+            slope = view.param(
                 "negative_slope",
-                lambda key: jnp.asarray(self.negative_slope_init, self.param_dtype),
+                lambda key: jnp.asarray(view.negative_slope_init, view.param_dtype),
             )
         return prelu(inputs, slope)
 

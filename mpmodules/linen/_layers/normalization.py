@@ -19,7 +19,7 @@ from mpmodules.functions.normalization import Region
 from mpmodules.layers import normalization_calls as norms
 from mpmodules.linen._layer import Layer, half_safe_fields
 from mpmodules.linen._module import Module
-from mpmodules.linen._resolution import declared_field, dtype_fields, fields_set, plain_fields
+from mpmodules.linen._resolution import declared_field, dtype_fields, plain_fields, viewed
 from policy.core.arrays import cast_array
 from policy.core.messages import warn_once
 from policy.core.policy import Policy
@@ -68,8 +68,8 @@ class Normalization(Layer):
                     f"'{policy}', which sums in {policy.reduction_dtype}: leave it out."
                 )
             fields = dtype_fields(self, policy) | half_safe_fields(self, policy.param_dtype)
-            with fields_set(self, fields):
-                return self._normalized(norm, policy, dtype)
+            with viewed(self, fields) as view:
+                return view._normalized(norm, policy, dtype)
         with mixing_allowed():  # Flax asks how float64 promotes
             y = super()._call_layer(call)
         return y if policy is None else cast_array(y, dtype)
@@ -219,8 +219,9 @@ class ReparameterizedWeights(Module):
     _obeys: ClassVar[Policy | None] = None  # the policy that a call under way obeys
 
     def _call_layer(self, call: MethodCall) -> Any:
-        with fields_set(self, plain_fields(self, call.effective) | {"_obeys": call.policy}):
-            return call.run(self)
+        fields = plain_fields(self, call.effective) | {"_obeys": call.policy}
+        with viewed(self, fields) as view:
+            return call.run(view)
 
     @flax_nn.nowrap
     def _rounded(self, normalized: jax.Array, weights: jax.Array) -> jax.Array:

@@ -24,8 +24,8 @@ from mpmodules.linen._port import adopting_inside
 from mpmodules.linen._resolution import (
     declared_field,
     effective_policy,
-    fields_set,
     plain_fields,
+    viewed,
 )
 from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
@@ -79,8 +79,8 @@ class Cell(Layer):
             fields["dtype"] = dtype
         # Rules may give layers inside another output_dtype.
         mixing = mixing_allowed(bool(current_scope().rules))
-        with fields_set(self, fields), adopting_inside(self, call), mixing:
-            return boundary.step_in(fields["dtype"], self, call)
+        with viewed(self, fields) as view, adopting_inside(self, call), mixing:
+            return boundary.step_in(fields["dtype"], view, call)
 
     @flax_nn.nowrap
     def initialize_carry(self, rng: jax.Array, input_shape: tuple[int, ...]) -> Any:
@@ -103,8 +103,8 @@ class Cell(Layer):
             fields |= {"param_dtype": fields["dtype"]}  # zeros need no rounding
         else:
             fields |= half_safe_fields(self, fields["param_dtype"], defaults=True)
-        with fields_set(self, fields):
-            upstream: Any = super()
+        with viewed(self, fields) as view:
+            upstream: Any = super(Cell, view)
             return self._cast_carry(upstream.initialize_carry(rng, input_shape))
 
     @flax_nn.nowrap
