@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
-import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import flax.linen as linen
 import jax
@@ -21,10 +19,12 @@ from jax.typing import DTypeLike
 from mpmodules.calls.classes import LAYER_OF, derives_from
 from mpmodules.functions.functional import complex_input, is_wider
 from policy.core.arrays import cast_array, cast_floating, is_floating
+from policy.core.dtypes import HIGHEST
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
-from policy.core.scope import NO_SOURCE, Scope
-from policy.programs.marks import BOUNDARY
+from policy.core.scope import NO_SOURCE, Scope, computes_in_half, enter, multiplying
+from policy.programs.marks import BOUNDARY, computes_in
+from policy.programs.thread import thread
 
 # --------------------------------------------------------------------------------------------------
 # References
@@ -45,82 +45,6 @@ def is_reference(x: Any) -> bool:
     references as well.
     """
     return isinstance(x, jax.Ref) or derives_from(type(x), *_REFERENCES)
-
-
-# --------------------------------------------------------------------------------------------------
-# Calls under way
-# --------------------------------------------------------------------------------------------------
-
-
-class _Calls(threading.local):
-    """The calls of one API under way in this thread.
-
-    Attributes:
-      recorded: what a summary records of calls, or None where none is being made.
-    """
-
-    recorded: Any = None
-
-    @contextlib.contextmanager
-    def noting(self, **values: Any) -> Iterator[None]:
-        """Sets attributes for a block."""
-        before = {name: getattr(self, name) for name in values}
-        vars(self).update(values)
-        try:
-            yield
-        finally:
-            vars(self).update(before)
-
-
-class _LinenCalls(_Calls):
-    """Those of linen modules.
-
-    Attributes:
-      innermost: the module of the innermost call.
-      paths: those of the modules, the innermost last.
-      root: the module of the root call.
-      seen: the classes of the modules that the root call has seen so far, by path; None where no
-        root call is under way.
-      validates: whether Flax may run a setup to check it.
-      adopters: those of `mpmodules.linen._port` in force, the innermost last.
-      half_states: half-precision variables by the identities of the float32 ones that stand for
-        them (`mpmodules.tracing.linen_pure_calls`).
-      made: the half-precision variables that the calls made.
-      traced: the name of the model or module whose call is the outermost of a trace for a report;
-        "" where none is.
-      traced_model: the same, where it is a whole model and no module of one.
-    """
-
-    innermost: Any = None
-    paths: Sequence[tuple[str, ...]] = ()
-    root: Any = None
-    seen: dict[tuple[str, ...], set[type]] | None = None
-    validates: bool = True
-    adopters: Sequence[Any] = ()
-    half_states: Mapping[int, tuple[Any, Any]] = types.MappingProxyType({})
-    made: Sequence[Any] = ()
-    traced: str = ""
-    traced_model: str = ""
-
-
-class _NnxCalls(_Calls):
-    """Those of nnx modules, and the constructions of modules.
-
-    Attributes:
-      depth: the number of calls.
-      inside: the number of calls in the innermost one so far.
-      constructions: the constructions, the innermost last.
-      path: that of the named module whose call is the innermost in a trace for a report.
-    """
-
-    depth: int = 0
-    inside: int = 0
-    constructions: Sequence[Any] = ()
-    path: tuple[str, ...] = ()
-
-
-linen_calls = _LinenCalls()
-nnx_calls = _NnxCalls()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -260,6 +184,90 @@ class MethodCall(NamedTuple):
             args = tuple(arg if i in kept else cast(arg) for i, arg in enumerate(args))
             kwargs = {name: x if name in names else cast(x) for name, x in self.kwargs.items()}
         return self._replace(args=args, kwargs=kwargs)
+
+
+class Api(Protocol):
+    """The hooks of `run_method`: what only one API knows of its modules.
+
+    Attributes:
+      captures: whether a module carries the policy that it was built under, so that the scope
+        around the module's own call changes nothing.
+    """
+
+    captures: bool
+
+    def effective(self, module: Any, scope: Scope) -> Effective:
+        """Returns the policy that a module obeys in a call in a scope."""
+
+    def where(self, module: Any) -> str:
+        """Returns a module's name for messages."""
+
+    def is_layer(self, call: MethodCall) -> bool:
+        """Returns whether a method is that of a layer which obeys policies itself."""
+
+    def keeps(self, module: Any) -> bool:
+        """Returns whether a module's own code runs in the dtypes that it meets, without a trace."""
+
+    def enter(
+        self, call: MethodCall, effective: Effective, scope: Scope
+    ) -> contextlib.AbstractContextManager[None]:
+        """Notes a call for a block."""
+
+    def run_in_trace(self, call: MethodCall, effective: Effective, scope: Scope) -> Any:
+        """Runs a call in a trace of the code around it."""
+
+    def run_layer(self, call: MethodCall) -> Any:
+        """Runs a method without its boundary; Flax's own sees a module that computes as the policy
+        says.
+        """
+
+
+def traced_policy(api: Api, call: MethodCall, scope: Scope) -> Effective | None:
+    """Returns the policy of an outermost call whose own code is to be traced; None of others."""
+    if scope.traces_own_code or scope.keeps_own_code or api.is_layer(call):
+        return None
+    if api.keeps(call.module):
+        return None
+    effective = api.effective(call.module, scope)
+    rules = None if api.captures else scope.rules
+    return effective if computes_in_half(effective.policy, rules) else None
+
+
+def run_method(api: Api, call: MethodCall, scope: Scope) -> Any:
+    """Calls a method in a scope, under the policy that its module obeys, with its boundary."""
+    module, is_layer = call.module, getattr(type(call.module), "_is_layer", False)
+    effective = api.effective(module, scope)  # before the call is noted: who is calling decides
+    policy, source = effective.policy, effective.source
+    with api.enter(call, effective, scope):
+        if scope.traces_own_code:
+            return api.run_in_trace(call, effective, scope)
+        entered = scope.entered(policy, effective.base, source, is_layer=is_layer)
+        around: Policy | None = scope.policy
+        inside: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if entered is not None or not api.captures:
+            if source.own or source.dtypes or source.kind == "argument":
+                source = source.for_those_inside(api.where(module))
+            inside = enter(scope.within(policy, crosses=entered is not None), source)
+        if api.captures and not scope.boundary_open:
+            around = None
+        precise, held = multiplying(policy, around), _float32_within_autocast(effective)
+        crosses = entered is not None and is_layer
+
+        def run(given: MethodCall) -> Any:
+            with inside, precise, held:
+                return api.run_layer(given._replace(effective=effective, crosses=crosses))
+
+        return run_at_boundary(call, run, scope, policy=policy, entered=entered)
+
+
+def _float32_within_autocast(effective: Effective) -> contextlib.AbstractContextManager[Any]:
+    """Keeps the code of a module whose own policy is float32 in float32 under an autocast."""
+    policy, around = effective.policy, thread.autocast
+    if policy is None or not effective.source.own or not computes_in_half(around):
+        return contextlib.nullcontext()
+    if computes_in_half(policy):
+        return contextlib.nullcontext()
+    return computes_in(policy.compute_dtype, None, HIGHEST)
 
 
 def run_at_boundary(

@@ -33,16 +33,14 @@ from mpmodules.calls.boundary import (
     cast_outputs,
     is_pair,
     is_reference,
-    linen_calls,
     map_carry,
-    nnx_calls,
     with_kept_outputs,
 )
 from mpmodules.calls.classes import derives_from
+from mpmodules.calls.under_way import linen_calls, nnx_calls
 from mpmodules.functions.functional import mixing_allowed
 from policy.autocasting import own_code
 from policy.core.arrays import is_floating
-from policy.core.dtypes import HIGHEST
 from policy.core.messages import warn_once
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
@@ -149,16 +147,6 @@ def run_inside(call: Callable[[], Any], scope: Scope, effective: Effective, wher
         return outputs
     # Another policy's: the code around it reads it in its own dtype, or as this one returns it.
     return _marked(outputs, keeps=is_named and _returns_wide(policy))
-
-
-def float32_within_autocast(effective: Effective) -> contextlib.AbstractContextManager[Any]:
-    """Keeps the code of a module whose own policy is float32 in float32 under an autocast."""
-    policy, around = effective.policy, thread.autocast
-    if policy is None or not effective.source.own or not computes_in_half(around):
-        return contextlib.nullcontext()
-    if computes_in_half(policy):
-        return contextlib.nullcontext()
-    return marks.computes_in(policy.compute_dtype, None, HIGHEST)
 
 
 def run_layer(

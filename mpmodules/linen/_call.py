@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import flax.linen as flax_nn
@@ -16,17 +16,14 @@ import jax
 from flax.core import meta
 from jax.typing import DTypeLike
 
-from mpmodules.calls import classes, own_code
-from mpmodules.calls.boundary import MethodCall, is_reference, run_at_boundary
-from mpmodules.calls.boundary import linen_calls as calls
+from mpmodules.calls import boundary, classes, own_code
+from mpmodules.calls.boundary import MethodCall, is_reference, traced_policy
+from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.linen._resolution import (
-    check_rules,
     effective_policy,
-    model_of,
-    note_policy,
     plain_fields,
+    under_way,
     viewed,
-    warn_of_outermost,
     where,
 )
 from mpmodules.tracing.linen_pure_calls import (
@@ -36,12 +33,9 @@ from mpmodules.tracing.linen_pure_calls import (
     put_back_for_layer,
     states_made_in_float32,
 )
-from policy.core.arrays import cast_floating, is_floating
-from policy.core.policy import Policy
-from policy.core.precedence import Effective, note_obeyed
-from policy.core.scope import Scope, computes_in_half, current_scope, enter, multiplying
-from policy.programs.paths import joined
-from policy.programs.thread import thread
+from policy.core.arrays import cast_floating
+from policy.core.precedence import Effective
+from policy.core.scope import Scope, current_scope, enter, multiplying
 from policy.programs.tracing.trace import is_eager
 from policy.quantized.params import require_trainable
 
@@ -70,13 +64,8 @@ def is_boundary_name(name: str) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whose code runs, and who is calling
+# Methods and setups under the policy of their module
 # --------------------------------------------------------------------------------------------------
-
-
-def _is_layer(call: MethodCall) -> bool:
-    """Returns whether a method is that of a layer which obeys policies itself."""
-    return classes.is_ours(type(call.module)) and is_layers(call)
 
 
 def is_layers(call: MethodCall) -> bool:
@@ -84,20 +73,59 @@ def is_layers(call: MethodCall) -> bool:
     return classes.is_library(call.method) and not classes.calls_users(call.module)
 
 
-def _keeps(module: Any) -> bool:
-    """Returns whether a module's class keeps its own code out of a trace."""
-    return getattr(type(module), "own_code", None) == "keep"
+class _Linen:
+    """The hooks of `boundary.run_method` for linen modules."""
+
+    captures = False
+    effective = staticmethod(effective_policy)
+    where = staticmethod(where)
+    enter = staticmethod(under_way)
+
+    def is_layer(self, call: MethodCall) -> bool:
+        return classes.is_ours(type(call.module)) and is_layers(call)
+
+    def keeps(self, module: Any) -> bool:
+        return getattr(type(module), "own_code", None) == "keep"
+
+    def run_layer(self, call: MethodCall) -> Any:
+        module, has_fields = call.module, getattr(type(call.module), "_dtype_fields", False)
+        if call.is_lifted or not has_fields:
+            return call.run(module)
+        if call.is_upstream:
+            return module._call_layer(call)
+        with viewed(module, plain_fields(module, call.effective)) as view:
+            return call.run(view)
+
+    def run_in_trace(self, call: MethodCall, effective: Effective, scope: Scope) -> Any:
+        module, keeps = call.module, self.keeps(call.module)
+        if keeps or self.is_layer(call):
+            put_back_for_layer(module)
+            recorded = None if calls.recorded is None else calls.recorded.note_run
+            return own_code.run_layer(call, run_method, effective, keeps=keeps, recorded=recorded)
+
+        def run_own_code() -> Any:
+            given = call._replace(effective=effective, is_upstream=False)
+            with states_made_in_float32(module):
+                return self.run_layer(given)
+
+        return own_code.run_inside(run_own_code, scope, effective, where(module))
+
+
+LINEN = _Linen()
 
 
 def outermost(call: MethodCall) -> Effective | None:
     """Returns the policy of a call whose own code is to be traced; None of other calls."""
-    scope, module = current_scope(), call.module
-    if scope.traces_own_code or scope.keeps_own_code or module.scope is None:
+    if call.module.scope is None or not is_boundary_name(call.name):
         return None
-    if _is_layer(call) or _keeps(module) or not is_boundary_name(call.name):
-        return None
-    effective = effective_policy(module, scope)
-    return effective if computes_in_half(effective.policy, scope.rules) else None
+    return traced_policy(LINEN, call, current_scope())
+
+
+def run_method(call: MethodCall) -> Any:
+    """Calls a method under the policy that its module obeys."""
+    if call.is_lifted and (effective := outermost(call)) is not None:
+        return call_traced(call, effective, plainly=functools.partial(call.method, call.module))
+    return boundary.run_method(LINEN, call, current_scope())
 
 
 def is_innermost(module: flax_nn.Module) -> bool:
@@ -105,97 +133,6 @@ def is_innermost(module: flax_nn.Module) -> bool:
     for.
     """
     return calls.innermost is not None and calls.innermost._state is module._state
-
-
-@contextlib.contextmanager
-def _under_way(module: Any, scope: Scope) -> Iterator[None]:
-    """Notes the call. After a root's call, rejects rules that matched nothing in it, and warns of
-    names of parameters that no module in it has.
-    """
-    path = module.path
-    is_root = not path and calls.seen is None
-    of_root: dict[str, Any] = {"seen": {}, "root": module} if is_root else {}
-    with calls.noting(innermost=module, paths=[*calls.paths, path], **of_root):
-        if calls.seen is not None:
-            calls.seen.setdefault(path, set()).add(type(module))
-        yield
-        if is_root and scope.rules:
-            check_rules(module, scope.rules)
-        if is_root and module.is_initializing():
-            _check_names(module)
-            if calls.recorded is None:  # a summary's init makes no parameters
-                note_policy(module, scope.policy)
-
-
-# --------------------------------------------------------------------------------------------------
-# Methods and setups under the policy of their module
-# --------------------------------------------------------------------------------------------------
-
-
-def run_method(call: MethodCall) -> Any:
-    """Calls a method under the policy that its module obeys."""
-    module, scope, cls = call.module, current_scope(), type(call.module)
-    if call.is_lifted and (effective := outermost(call)) is not None:
-        return call_traced(call, effective, plainly=functools.partial(call.method, module))
-    effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
-    policy, is_bare = effective.policy, getattr(cls, "_is_layer", False)
-    if thread.asked is not None and module.scope is not None:
-        note_obeyed(model_of(module), joined(module.path), effective.policy)
-    if calls.recorded is not None:
-        calls.recorded.note(module, effective)
-    if not calls.paths:
-        warn_of_outermost(module, policy, scope)
-    with _under_way(module, scope):
-        if scope.traces_own_code:
-            return _run_in_trace(call, effective, scope)
-        # A bare layer is a boundary only by a policy of its own.
-        is_named = scope.names(effective.base, effective.source)
-        crosses = scope.crosses(policy if is_bare else effective.base) or is_named
-        entered = policy if crosses and (effective.source.own or not is_bare) else None
-        inner = _scope_inside(scope, policy, entered is not None)
-        source = effective.source.for_those_inside(where(module))
-
-        def run(given: MethodCall) -> Any:
-            held = own_code.float32_within_autocast(effective)
-            with enter(inner, source), multiplying(policy, scope.policy), held:
-                if call.is_upstream and not call.is_lifted and getattr(cls, "_dtype_fields", False):
-                    returns = entered is not None and is_bare
-                    return module._call_layer(given._replace(effective=effective, crosses=returns))
-                return _run_users(given, effective)
-
-        return run_at_boundary(call, run, scope, policy=policy, entered=entered)
-
-
-def _scope_inside(scope: Scope, policy: Policy | None, crosses: bool) -> Scope:
-    """Returns the scope inside of a module's call."""
-    if policy is None:
-        return scope
-    return scope.inside(policy) if crosses else dataclasses.replace(scope, policy=policy)
-
-
-def _run_users(call: MethodCall, effective: Effective) -> Any:
-    """Calls a method that is no layer's own: where it is one on top of a layer, with the policy's
-    dtypes in the layer's fields.
-    """
-    if call.is_lifted or not getattr(type(call.module), "_dtype_fields", False):
-        return call.run(call.module)
-    with viewed(call.module, plain_fields(call.module, effective)) as view:
-        return call.run(view)
-
-
-def _run_in_trace(call: MethodCall, effective: Effective, scope: Scope) -> Any:
-    """Calls a module in a trace of the code around it."""
-    module, keeps = call.module, _keeps(call.module)
-    if keeps or _is_layer(call):
-        put_back_for_layer(module)
-        recorded = None if calls.recorded is None else calls.recorded.note_run
-        return own_code.run_layer(call, run_method, effective, keeps=keeps, recorded=recorded)
-
-    def run_own_code() -> Any:
-        with states_made_in_float32(module):
-            return _run_users(call, effective)
-
-    return own_code.run_inside(run_own_code, scope, effective, where(module))
 
 
 def run_setup(module: Any, setup: Method) -> Any:
@@ -207,8 +144,8 @@ def run_setup(module: Any, setup: Method) -> Any:
     if getattr(type(module), "_is_layer", False):
         with viewed(module, module._policy_fields(effective.policy)) as view:
             return setup(view)
-    inner = _scope_inside(scope, effective.policy, scope.crosses(effective.base))
-    traces = scope.traces_own_code and not _keeps(module)
+    inner = scope.within(effective.policy, crosses=scope.crosses(effective.base))
+    traces = scope.traces_own_code and not LINEN.keeps(module)
     states = states_made_in_float32(module) if traces else contextlib.nullcontext()
     with enter(inner, effective.source.for_those_inside(where(module))), states:
         return setup(module)
@@ -392,35 +329,3 @@ def param(
     if compute_dtype is None or not calls.paths:
         return stored
     return cast_floating(stored, compute_dtype)
-
-
-def _check_names(root: Any) -> None:
-    """Warns of names in a class's `keep_params` that none of its modules, just initialized, has a
-    parameter of.
-    """
-    held: dict[type, set[str]] = {}
-    for path, found in (calls.seen or {}).items():
-        params = root.scope.variables().get("params", {})
-        for name in path:
-            params = params.get(name, {})
-        for cls in found:
-            if getattr(cls, "keep_params", ()):
-                held.setdefault(cls, set()).update(_floating(params))
-    for cls, names in held.items():
-        classes.warn_of_unknown_names(cls, names)
-
-
-def own_params(module: Any) -> dict[str, Any]:
-    """Returns the floating parameters that a bound module holds itself, as stored.
-
-    Those of modules in it are none.
-    """
-    return _floating(module.scope.variables().get("params", {}))
-
-
-def _floating(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in params.items()
-        if not isinstance(value, Mapping) and any(map(is_floating, jax.tree.leaves(value)))
-    }

@@ -14,8 +14,8 @@ from flax.errors import ScopeParamShapeError
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import MethodCall
-from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.calls.classes import is_written_by_user
+from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.functions.functional import half_safe_inits, is_half
 from mpmodules.layers.matmul_calls import Numerics, numerics_of
 from mpmodules.linen._module import Module

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from mpmodules.calls import classes
 from mpmodules.calls.boundary import PLAIN, Crossing
-from mpmodules.calls.boundary import linen_calls as calls
+from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.layers.docstrings import extend_docstring
 from mpmodules.linen._call import (
     call_of,

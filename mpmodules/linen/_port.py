@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import flax.linen as flax_nn
 
 from mpmodules.calls.boundary import MethodCall
-from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.calls.classes import (
     LAYER_OF,
     GivenDtypes,
@@ -30,6 +29,7 @@ from mpmodules.calls.classes import (
     warn_where_dropped,
 )
 from mpmodules.calls.own_code import FLAX_STATE
+from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.linen._call import (
     NOT_ENTERED,
     call_of,
@@ -38,12 +38,11 @@ from mpmodules.linen._call import (
     is_innermost,
     is_layers,
     outermost,
-    own_params,
     run_method,
     run_setup,
     wrapped_once,
 )
-from mpmodules.linen._resolution import declared_dtypes, viewed
+from mpmodules.linen._resolution import declared_dtypes, own_params, viewed
 from mpmodules.linen._summary import tabulate_method
 from policy.core.arrays import cast_floating
 from policy.core.policy import Policy

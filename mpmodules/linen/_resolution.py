@@ -11,12 +11,19 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
-from mpmodules.calls.boundary import linen_calls as calls
-from mpmodules.calls.classes import is_ours, remedy_for
+from mpmodules.calls.boundary import MethodCall
+from mpmodules.calls.classes import is_ours, remedy_for, warn_of_unknown_names
+from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.tracing.names import model_name
+from policy.core.arrays import is_floating
 from policy.core.messages import warn_once
 from policy.core.policy import Policy, get_policy
-from policy.core.precedence import Effective, warn_of_autocast, with_explicit_dtypes
+from policy.core.precedence import (
+    Effective,
+    note_obeyed,
+    warn_of_autocast,
+    with_explicit_dtypes,
+)
 from policy.core.rules import PolicyRules, pattern_text
 from policy.core.scope import NO_SOURCE, Scope, Source, is_float32, require_usable
 from policy.programs.paths import joined
@@ -247,3 +254,71 @@ def _follows_scope(model: Any) -> bool:
 def _params_of(model: Any) -> Hashable:
     params = jax.tree_util.tree_leaves_with_path(model.scope.variables().get("params", {}))
     return tuple((jax.tree_util.keystr(path), jnp.shape(leaf)) for path, leaf in params)
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls under way
+# --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def under_way(call: MethodCall, effective: Effective, scope: Scope) -> Iterator[None]:
+    """Notes a call for a block. After a root's call, rejects rules that matched nothing in it, and
+    warns of names of parameters that no module in it has.
+    """
+    module, path = call.module, call.module.path
+    if thread.asked is not None:
+        note_obeyed(model_of(module), joined(path), effective.policy)
+    if calls.recorded is not None:
+        calls.recorded.note(module, effective)
+    if not calls.paths:
+        warn_of_outermost(module, effective.policy, scope)
+    is_root = not path and calls.seen is None
+    before = calls.innermost, calls.paths, calls.seen, calls.root
+    calls.innermost, calls.paths = module, [*calls.paths, path]
+    if is_root:
+        calls.seen, calls.root = {}, module
+    try:
+        if calls.seen is not None:
+            calls.seen.setdefault(path, set()).add(type(module))
+        yield
+        if is_root and scope.rules:
+            check_rules(module, scope.rules)
+        if is_root and module.is_initializing():
+            _check_names(module)
+            if calls.recorded is None:  # a summary's init makes no parameters
+                note_policy(module, scope.policy)
+    finally:
+        calls.innermost, calls.paths, calls.seen, calls.root = before
+
+
+def _check_names(root: Any) -> None:
+    """Warns of names in a class's `keep_params` that none of its modules, just initialized, has a
+    parameter of.
+    """
+    held: dict[type, set[str]] = {}
+    for path, found in (calls.seen or {}).items():
+        params = root.scope.variables().get("params", {})
+        for name in path:
+            params = params.get(name, {})
+        for cls in found:
+            if getattr(cls, "keep_params", ()):
+                held.setdefault(cls, set()).update(_floating(params))
+    for cls, names in held.items():
+        warn_of_unknown_names(cls, names)
+
+
+def own_params(module: Any) -> dict[str, Any]:
+    """Returns the floating parameters that a bound module holds itself, as stored.
+
+    Those of modules in it are none.
+    """
+    return _floating(module.scope.variables().get("params", {}))
+
+
+def _floating(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in params.items()
+        if not isinstance(value, Mapping) and any(map(is_floating, jax.tree.leaves(value)))
+    }

@@ -14,8 +14,8 @@ from flax.core import meta
 from flax.linen import summary as flax_summary
 
 from mpmodules.calls import summary
-from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.calls.classes import layer_class
+from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
 from mpmodules.linen._resolution import declared_field
 from policy.core.arrays import path_name

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from flax import nnx as flax_nnx
 
-from mpmodules.calls import classes, own_code
-from mpmodules.calls.boundary import MethodCall, is_reference, run_at_boundary
-from mpmodules.calls.boundary import nnx_calls as calls
+from mpmodules.calls import boundary, classes, own_code
+from mpmodules.calls.boundary import MethodCall, is_reference, traced_policy
+from mpmodules.calls.under_way import nnx_calls as calls
 from mpmodules.nnx._resolution import (
     effective_policy,
     in_policy,
@@ -28,7 +28,7 @@ from mpmodules.tracing.nnx_pure_calls import GraphKey, StatefulCall
 from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
 from policy.core.precedence import Effective, warn_of_autocast
-from policy.core.scope import Scope, computes_in_half, current_scope, enter, multiplying
+from policy.core.scope import Scope, current_scope
 from policy.programs import marks
 from policy.programs.thread import thread
 from policy.quantized.params import require_trainable
@@ -41,51 +41,63 @@ _NOT_BOUNDARIES = (
 
 
 # --------------------------------------------------------------------------------------------------
-# Whose code runs, and who is calling
-# --------------------------------------------------------------------------------------------------
-
-
-def _keeps(module: Any) -> bool:
-    """Returns whether a module's own code runs in the dtypes that it meets."""
-    return getattr(type(module), "own_code", None) == "keep" or module._ported_code == "keep"
-
-
-def _is_layer(call: MethodCall) -> bool:
-    """Returns whether a method is that of a layer which obeys policies itself."""
-    cls = type(call.module)
-    if not (call.is_upstream and classes.is_ours(cls)):
-        return False
-    if classes.layer_class(cls) is None and classes.package_of(cls) != "mpmodules":
-        return False
-    return not classes.calls_users(call.module)
-
-
-def _outermost(call: MethodCall, scope: Scope) -> Policy | None:
-    """Returns the policy of a call whose own code is to be traced; None of other calls."""
-    captured = call.module.dtype_policy
-    if scope.keeps_own_code or not isinstance(captured, Policy):
-        return None
-    if _is_layer(call) or _keeps(call.module):
-        return None
-    policy = scope.held(captured)
-    return policy if computes_in_half(policy) else None
-
-
-@contextlib.contextmanager
-def _under_way() -> Iterator[None]:
-    """Counts the call of a module for a block."""
-    inside, calls.inside = calls.inside, 0
-    calls.depth += 1
-    try:
-        yield
-    finally:
-        calls.inside = inside + 1
-        calls.depth -= 1
-
-
-# --------------------------------------------------------------------------------------------------
 # Methods under the policy of their module
 # --------------------------------------------------------------------------------------------------
+
+
+class _Nnx:
+    """The hooks of `boundary.run_method` for nnx modules."""
+
+    captures = True
+    effective = staticmethod(effective_policy)
+
+    def where(self, module: Any) -> str:
+        return type(module).__name__
+
+    def is_layer(self, call: MethodCall) -> bool:
+        cls = type(call.module)
+        if not (call.is_upstream and classes.is_ours(cls)):
+            return False
+        if classes.layer_class(cls) is None and classes.package_of(cls) != "mpmodules":
+            return False
+        return not classes.calls_users(call.module)
+
+    def keeps(self, module: Any) -> bool:
+        return getattr(type(module), "own_code", None) == "keep" or module._ported_code == "keep"
+
+    @contextlib.contextmanager
+    def enter(self, call: MethodCall, effective: Effective, scope: Scope) -> Iterator[None]:
+        module = call.module
+        if scope.in_full_precision and not scope.traces_own_code and PATH in vars(module):
+            note_island(module, effective.policy)
+        if not calls.depth and scope.policy is not None and scope.policy != module.dtype_policy:
+            warn_of_scope(module, scope)
+        inside, calls.inside = calls.inside, 0
+        calls.depth += 1
+        try:
+            with marks.numbered_call(inside) if scope.traces_own_code else _NOTHING:
+                yield
+        finally:
+            calls.inside = inside + 1
+            calls.depth -= 1
+
+    def run_in_trace(self, call: MethodCall, effective: Effective, scope: Scope) -> Any:
+        module, keeps = call.module, self.keeps(call.module)
+        if keeps or self.is_layer(call):
+            recorded = calls.recorded
+            return own_code.run_layer(call, _run_here, effective, keeps=keeps, recorded=recorded)
+        run = functools.partial(call.run, module)
+        return own_code.run_inside(run, scope, effective, type(module).__name__)
+
+    def run_layer(self, call: MethodCall) -> Any:
+        if not call.is_upstream:
+            return call.run(call.module)
+        view = in_policy(call.module, call.policy)
+        return view._call_layer(call) if view._is_layer else call.run(view)
+
+
+NNX = _Nnx()
+_NOTHING = contextlib.nullcontext()
 
 
 def run_method(call: MethodCall) -> Any:
@@ -94,80 +106,23 @@ def run_method(call: MethodCall) -> Any:
     Every call of a public method of a module that obeys policies comes through here, ours or
     ported.
     """
+    module = call.module
     if thread.autocast is not None and not calls.depth:
-        warn_of_autocast(call.module, call.module.dtype_policy)
-    if call.name == "__call__" and PATH in vars(call.module):
-        with name_scope(call.module):
-            return _run_outermost_or_inside(call)
-    return _run_outermost_or_inside(call)
+        warn_of_autocast(module, module.dtype_policy)
+    is_named = call.name == "__call__" and PATH in vars(module)
+    with name_scope(module) if is_named else _NOTHING:
+        scope = current_scope()
+        effective = traced_policy(NNX, call, scope)
+        if effective is not None:
+            return _call_traced(call, effective, scope)
+        if module._ported_code == "keep" and not scope.traces_own_code:
+            with own_code.keeping():
+                return _run_here(call)
+        return boundary.run_method(NNX, call, scope)
 
 
-def _run_outermost_or_inside(call: MethodCall) -> Any:
-    scope = current_scope()
-    if scope.traces_own_code:
-        with marks.numbered_call(calls.inside):
-            return _run_in_trace(call, scope)
-    policy = _outermost(call, scope)
-    if policy is not None:
-        return _call_traced(call, policy, scope)
-    if call.module._ported_code == "keep":
-        with own_code.keeping():
-            return _run_method(call)
-    return _run_in(scope, call)
-
-
-def _run_in_trace(call: MethodCall, scope: Scope) -> Any:
-    """Calls a module in a trace of the code around it."""
-    module, keeps = call.module, _keeps(call.module)
-    effective = effective_policy(module, scope)
-    if keeps or _is_layer(call):
-        recorded = calls.recorded
-        return own_code.run_layer(call, _run_method, effective, keeps=keeps, recorded=recorded)
-    run = functools.partial(call.run, module)
-    with _under_way():
-        return own_code.run_inside(run, scope, effective, type(module).__name__)
-
-
-def _run_method(call: MethodCall) -> Any:
-    return _run_in(current_scope(), call)
-
-
-def _run_in(scope: Scope, call: MethodCall) -> Any:
-    """Calls a method in a scope, with its boundary."""
-    module, cls = call.module, type(call.module)
-    effective = effective_policy(module, scope)
-    policy = effective.policy
-    if scope.in_full_precision and PATH in vars(module):
-        note_island(module, policy)
-    if not calls.depth and scope.policy is not None and scope.policy != module.dtype_policy:
-        warn_of_scope(module, scope)
-    # A bare layer is a boundary only by a policy of its own.
-    is_named = scope.names(effective.base, effective.source)
-    crosses = (scope.crosses(policy) and (effective.source.own or not cls._is_layer)) or is_named
-    entered, inner, source = policy if crosses else None, scope, None
-    if entered is not None:
-        inner, source = scope.inside(entered), effective.source.for_those_inside(cls.__name__)
-    precise = multiplying(policy, scope.policy if scope.boundary_open else None)
-
-    def run(given: MethodCall) -> Any:
-        held = own_code.float32_within_autocast(effective)
-        with _under_way(), enter(inner, source), precise, held:
-            return _run_body(given, effective, crosses)
-
-    return run_at_boundary(call, run, scope, policy=policy, entered=entered)
-
-
-def _run_body(call: MethodCall, effective: Effective, crosses: bool) -> Any:
-    """Runs a method without its boundary.
-
-    Flax's own sees a module that computes as the policy says.
-    """
-    if not call.is_upstream:
-        return call.run(call.module)
-    view = in_policy(call.module, effective.policy)
-    if view._is_layer:
-        return view._call_layer(call._replace(effective=effective, crosses=crosses))
-    return call.run(view)
+def _run_here(call: MethodCall) -> Any:
+    return boundary.run_method(NNX, call, current_scope())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -240,8 +195,10 @@ def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _call_traced(call: MethodCall, policy: Policy, scope: Scope) -> Any:
-    """Calls an outermost method, whose own code obeys `policy`, the module's."""
+def _call_traced(call: MethodCall, effective: Effective, scope: Scope) -> Any:
+    """Calls an outermost method, whose own code obeys the module's policy."""
+    policy = effective.policy
+    assert policy is not None
     if not calls.depth:
         warn_of_scope(call.module, scope)
     cls, bare = type(call.module), call._replace(module=None, args=(), kwargs={})
@@ -256,7 +213,7 @@ def _call_traced(call: MethodCall, policy: Policy, scope: Scope) -> Any:
         inside = stateful.inside(around=_reading)
         returned = own_code.run(cls, inside, stateful.trees, policy, key=key)
     except own_code.CANNOT_BE_TRACED as error:
-        return own_code.run_kept(cls, error, lambda: _run_method(call))
+        return own_code.run_kept(cls, error, lambda: _run_here(call))
     return own_code.outputs_of(call, scope, policy, stateful.finish(returned))
 
 

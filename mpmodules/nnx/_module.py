@@ -14,7 +14,7 @@ from flax.nnx.module import ModuleMeta as FlaxModuleMeta
 
 from mpmodules.calls import classes
 from mpmodules.calls.boundary import PLAIN, Crossing
-from mpmodules.calls.boundary import nnx_calls as calls
+from mpmodules.calls.under_way import nnx_calls as calls
 from mpmodules.layers.docstrings import extend_docstring
 from mpmodules.nnx._call import install_boundaries, store_in_param_dtype
 from mpmodules.nnx._resolution import (

@@ -12,8 +12,8 @@ from flax import nnx as flax_nnx
 from flax.nnx import summary as flax_summary
 
 from mpmodules.calls import summary
-from mpmodules.calls.boundary import nnx_calls as calls
 from mpmodules.calls.classes import InstanceMethod, is_ours, layer_class
+from mpmodules.calls.under_way import nnx_calls as calls
 from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
 from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
 

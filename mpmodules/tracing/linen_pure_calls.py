@@ -18,7 +18,7 @@ from flax.core import Scope, lift
 from flax.linen.transforms import decorator_lift_transform
 
 from mpmodules.calls.boundary import is_reference
-from mpmodules.calls.boundary import linen_calls as calls
+from mpmodules.calls.under_way import linen_calls as calls
 from policy.core.arrays import cast_array, is_floating
 from policy.programs import marks
 

@@ -15,8 +15,8 @@ import flax.linen as flax_nn
 import jax
 from flax import nnx as flax_nnx
 
-from mpmodules.calls.boundary import linen_calls, nnx_calls
 from mpmodules.calls.classes import InstanceMethod, remedy_for
+from mpmodules.calls.under_way import linen_calls, nnx_calls
 from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
 from policy.core.policy import Policy
 from policy.core.precedence import note_given, note_obeyed, note_remedy

@@ -135,11 +135,33 @@ class Scope:
         is_other = source.own and source.detail != "apply_policy" and not is_same_rule
         return is_other and policy is not self.policy
 
-    def inside(self, policy: Policy | None) -> Scope:
-        """Returns the scope for the body of a call that crossed into `policy`."""
-        return dataclasses.replace(
-            self, policy=policy, boundary_open=policy is not None, attention_policy=None
-        )
+    def entered(
+        self, policy: Policy | None, base: Policy | None, source: Source, *, is_layer: bool
+    ) -> Policy | None:
+        """Returns the policy in whose dtypes a call takes its inputs and returns its outputs; None
+        where the call is no boundary.
+
+        A bare layer is a boundary only by a policy of its own.
+
+        Args:
+          policy: the policy that the module obeys.
+          base: the policy before the module's explicit dtype arguments.
+          source: the provenance of the policy.
+          is_layer: whether the module is a bare layer.
+        """
+        crosses = self.crosses(policy if is_layer else base) or self.names(base, source)
+        return policy if crosses and (source.own or not is_layer) else None
+
+    def within(self, policy: Policy | None, *, crosses: bool = True) -> Scope:
+        """Returns the scope for the body of a call that obeys `policy`, and crossed into it or not.
+
+        Where it obeys none, that is this scope.
+        """
+        if policy is None:
+            return self
+        if not crosses:
+            return self if policy == self.policy else dataclasses.replace(self, policy=policy)
+        return dataclasses.replace(self, policy=policy, boundary_open=True, attention_policy=None)
 
     def returned(self, policy: Policy) -> Policy:
         """Returns the policy whose output_dtype holds for a call that crossed into `policy`."""

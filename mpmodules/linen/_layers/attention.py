@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import Crossing, MethodCall
-from mpmodules.calls.boundary import linen_calls as calls
+from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.functions import attention
 from mpmodules.layers.attention_calls import ATTENTION
 from mpmodules.layers.cache_calls import check_cache, decoding, is_or_binds, own_cache_dtype

@@ -1,0 +1,80 @@
+"""The calls of modules under way in a thread, and what they note for one another."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+
+class _Calls(threading.local):
+    """The calls of one API under way in this thread.
+
+    Attributes:
+      recorded: what a summary records of calls, or None where none is being made.
+    """
+
+    recorded: Any = None
+
+    @contextlib.contextmanager
+    def noting(self, **values: Any) -> Iterator[None]:
+        """Sets attributes for a block."""
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+
+class _LinenCalls(_Calls):
+    """Those of linen modules.
+
+    Attributes:
+      innermost: the module of the innermost call.
+      paths: those of the modules, the innermost last.
+      root: the module of the root call.
+      seen: the classes of the modules that the root call has seen so far, by path; None where no
+        root call is under way.
+      validates: whether Flax may run a setup to check it.
+      adopters: those of `mpmodules.linen._port` in force, the innermost last.
+      half_states: half-precision variables by the identities of the float32 ones that stand for
+        them (`mpmodules.tracing.linen_pure_calls`).
+      made: the half-precision variables that the calls made.
+      traced: the name of the model or module whose call is the outermost of a trace for a report;
+        "" where none is.
+      traced_model: the same, where it is a whole model and no module of one.
+    """
+
+    innermost: Any = None
+    paths: Sequence[tuple[str, ...]] = ()
+    root: Any = None
+    seen: dict[tuple[str, ...], set[type]] | None = None
+    validates: bool = True
+    adopters: Sequence[Any] = ()
+    half_states: Mapping[int, tuple[Any, Any]] = types.MappingProxyType({})
+    made: Sequence[Any] = ()
+    traced: str = ""
+    traced_model: str = ""
+
+
+class _NnxCalls(_Calls):
+    """Those of nnx modules, and the constructions of modules.
+
+    Attributes:
+      depth: the number of calls.
+      inside: the number of calls in the innermost one so far.
+      constructions: the constructions, the innermost last.
+      path: that of the named module whose call is the innermost in a trace for a report.
+    """
+
+    depth: int = 0
+    inside: int = 0
+    constructions: Sequence[Any] = ()
+    path: tuple[str, ...] = ()
+
+
+linen_calls = _LinenCalls()
+nnx_calls = _NnxCalls()
