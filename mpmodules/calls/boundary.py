@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import flax.linen as linen
 import jax
@@ -19,7 +20,7 @@ from jax.typing import DTypeLike
 from mpmodules.calls.classes import LAYER_OF, derives_from
 from mpmodules.functions.functional import complex_input, is_wider
 from policy.core.arrays import cast_array, cast_floating, is_floating
-from policy.core.dtypes import HIGHEST
+from policy.core.dtypes import HIGHEST, ScaledMatmul
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.scope import NO_SOURCE, Scope, computes_in_half, enter, multiplying
@@ -91,6 +92,21 @@ def crossing_of(cls: type, method: str) -> Crossing:
     return next((each._crossing for each in ours if each._crossing is not PLAIN), PLAIN)
 
 
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """The numerics that a policy asks of a layer in one call.
+
+    Attributes:
+      result_dtype: the dtype of the result; None of a call without a policy, which is Flax's own.
+      reduction_dtype: the dtype in which the gradients of biases and of embeddings are summed.
+      matmul: the 8-bit matmuls; None multiplies in the operands' dtype.
+    """
+
+    result_dtype: np.dtype | None = None
+    reduction_dtype: DTypeLike = jnp.float32
+    matmul: ScaledMatmul | None = None
+
+
 class MethodCall(NamedTuple):
     """A call of a method of a module.
 
@@ -137,6 +153,14 @@ class MethodCall(NamedTuple):
         if policy is None:
             return None
         return policy.output_dtype if self.crosses else policy.compute_dtype
+
+    @property
+    def numerics(self) -> Numerics:
+        """The numerics of the layer."""
+        policy = self.effective.policy
+        if policy is None:
+            return Numerics()
+        return Numerics(self.returned_dtype, policy.reduction_dtype, policy.matmul)
 
     @property
     def complex_dtype(self) -> np.dtype | None:
@@ -186,47 +210,34 @@ class MethodCall(NamedTuple):
         return self._replace(args=args, kwargs=kwargs)
 
 
-class Api(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Api:
     """The hooks of `run_method`: what only one API knows of its modules.
 
     Attributes:
       captures: whether a module carries the policy that it was built under, so that the scope
-        around the module's own call changes nothing.
+        around its own call changes nothing in a bare layer.
+      effective: returns the policy that a module obeys in a call in a scope.
+      where: returns a module's name for messages.
+      under_way: notes a call for a block.
+      run_in_trace: runs a call in a trace of the code around it.
+      run_layer: runs a method without its boundary; Flax's own sees a module that computes as the
+        policy says.
     """
 
     captures: bool
-
-    def effective(self, module: Any, scope: Scope) -> Effective:
-        """Returns the policy that a module obeys in a call in a scope."""
-
-    def where(self, module: Any) -> str:
-        """Returns a module's name for messages."""
-
-    def is_layer(self, call: MethodCall) -> bool:
-        """Returns whether a method is that of a layer which obeys policies itself."""
-
-    def keeps(self, module: Any) -> bool:
-        """Returns whether a module's own code runs in the dtypes that it meets, without a trace."""
-
-    def enter(
-        self, call: MethodCall, effective: Effective, scope: Scope
-    ) -> contextlib.AbstractContextManager[None]:
-        """Notes a call for a block."""
-
-    def run_in_trace(self, call: MethodCall, effective: Effective, scope: Scope) -> Any:
-        """Runs a call in a trace of the code around it."""
-
-    def run_layer(self, call: MethodCall) -> Any:
-        """Runs a method without its boundary; Flax's own sees a module that computes as the policy
-        says.
-        """
+    effective: Callable[[Any, Scope], Effective]
+    where: Callable[[Any], str]
+    under_way: Callable[[MethodCall, Effective, Scope], contextlib.AbstractContextManager[None]]
+    run_in_trace: Callable[[MethodCall, Effective, Scope], Any]
+    run_layer: Callable[[MethodCall], Any]
 
 
 def traced_policy(api: Api, call: MethodCall, scope: Scope) -> Effective | None:
-    """Returns the policy of an outermost call whose own code is to be traced; None of others."""
-    if scope.traces_own_code or scope.keeps_own_code or api.is_layer(call):
-        return None
-    if api.keeps(call.module):
+    """Returns the policy of a call of a user's own code where it is to be traced, because the call
+    is an outermost one; None of others.
+    """
+    if scope.traces_own_code or scope.keeps_own_code:
         return None
     effective = api.effective(call.module, scope)
     rules = None if api.captures else scope.rules
@@ -238,7 +249,7 @@ def run_method(api: Api, call: MethodCall, scope: Scope) -> Any:
     module, is_layer = call.module, getattr(type(call.module), "_is_layer", False)
     effective = api.effective(module, scope)  # before the call is noted: who is calling decides
     policy, source = effective.policy, effective.source
-    with api.enter(call, effective, scope):
+    with api.under_way(call, effective, scope):
         if scope.traces_own_code:
             return api.run_in_trace(call, effective, scope)
         entered = scope.entered(policy, effective.base, source, is_layer=is_layer)

@@ -135,6 +135,11 @@ def is_library(method: Any) -> bool:
     return is_upstream(inspect.unwrap(method))
 
 
+def runs_library(method: Any, module: Any) -> bool:
+    """Returns whether a method is Flax's or ours, of a module that runs no code of a user's."""
+    return is_library(method) and not calls_users(module)
+
+
 def calls_users(module: Any) -> bool:
     """Returns whether a module calls what it is given, unless that is a cell of Flax's or ours."""
     if not derives_from(type(module), *_CALLERS):

@@ -20,6 +20,7 @@ from policy.functions.checkpointing import cached_inline_jit, materialized
 Array = jax.Array
 
 
+@functools.cache
 def is_half(dtype: DTypeLike) -> bool:
     """Returns whether `dtype` is a floating dtype narrower than float32.
 
@@ -30,6 +31,7 @@ def is_half(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
 
 
+@functools.cache
 def is_wider(dtype: DTypeLike, than: DTypeLike) -> bool:
     """Returns whether `dtype` has more bytes than `than`.
 

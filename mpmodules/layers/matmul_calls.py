@@ -11,17 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.linen.dtypes import promote_dtype as linen_promote_dtype
 from flax.linen.linear import canonicalize_padding
 from flax.nnx.nn.dtypes import promote_dtype as nnx_promote_dtype
 from jax import lax
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import MethodCall
+from mpmodules.calls.boundary import Numerics
 from mpmodules.functions.functional import add_bias, is_wider, trailing, widen
 from policy.core.arrays import cast_array
-from policy.core.dtypes import ScaledMatmul
 from policy.core.scope import current_scope, enter
 from policy.eight_bits import scaled_convolution, scaled_matmul
 from policy.functions.linear_cross_entropy import linear_softmax_cross_entropy
@@ -30,29 +28,6 @@ from policy.quantized import products
 from policy.quantized.array import QuantizedArray
 
 Array = jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Numerics:
-    """The numerics that a policy asks of a layer in one call.
-
-    Attributes:
-      result_dtype: the dtype of the result; None of a call without a policy, which is Flax's own.
-      reduction_dtype: the dtype in which the gradients of biases and of embeddings are summed.
-      matmul: the 8-bit matmuls; None multiplies in the operands' dtype.
-    """
-
-    result_dtype: np.dtype | None = None
-    reduction_dtype: DTypeLike = jnp.float32
-    matmul: ScaledMatmul | None = None
-
-
-def numerics_of(call: MethodCall) -> Numerics:
-    """Returns how a layer computes in a call."""
-    policy = call.policy
-    if policy is None:
-        return Numerics()
-    return Numerics(call.returned_dtype, policy.reduction_dtype, policy.matmul)
 
 
 def promotes_as_flax(layer: Any) -> bool:
@@ -69,20 +44,34 @@ def promotes_as_flax(layer: Any) -> bool:
 
 
 def promoted(layer: Any, promote: Callable[..., Any], inputs: Array, kernel: Any, bias: Any) -> Any:
-    """Returns inputs, kernel and bias as a layer's `promote_dtype` returns them; a kernel stored as
-    codes is read in the dtype of the inputs.
+    """Returns inputs, kernel and bias as a layer's `promote_dtype` returns them, the kernel masked
+    in a layer that has a mask; one stored as codes is read in the dtype of the inputs.
 
     Args:
       layer: the layer.
       promote: its `promote_dtype`, for the operands alone.
       inputs, kernel, bias: as they are stored.
     """
+    kernel = _masked(layer, kernel)
     if not isinstance(kernel, QuantizedArray):
         return promote(inputs, kernel, bias)
     if not promotes_as_flax(layer):
         return promote(inputs, kernel.widened(), bias)
     inputs, _, bias = promote(inputs, None, bias)
     return inputs, kernel, bias
+
+
+def _masked(layer: Any, kernel: Any) -> Any:
+    """Multiplies a kernel by the layer's mask, if it has one."""
+    if getattr(layer, "mask", None) is None:
+        return kernel
+    kernel = jnp.asarray(kernel)
+    if layer.mask.shape != kernel.shape:
+        raise ValueError(
+            "Mask needs to have the same shape as weights. "
+            f"Shapes are: {layer.mask.shape}, {kernel.shape}"
+        )
+    return kernel * layer.mask
 
 
 class Product:
@@ -335,19 +324,6 @@ def windows_of(layer: Any, inputs: Array) -> tuple[Array, tuple[Any, Any], dict[
         "dimension_numbers": lax.ConvDimensionNumbers(channels_last, kernel_axes, channels_last),
     }
     return inputs, (each(layer.strides, rank), padding), options
-
-
-def masked(layer: Any, kernel: Any) -> Any:
-    """Multiplies a kernel by the layer's mask, if it has one."""
-    if getattr(layer, "mask", None) is None:
-        return kernel
-    kernel = jnp.asarray(kernel)
-    if layer.mask.shape != kernel.shape:
-        raise ValueError(
-            "Mask needs to have the same shape as weights. "
-            f"Shapes are: {layer.mask.shape}, {kernel.shape}"
-        )
-    return kernel * layer.mask
 
 
 def convolve_transposed(layer: Any, inputs: Array, product_of: Callable[[Array], Product]) -> Array:

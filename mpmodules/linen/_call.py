@@ -68,55 +68,55 @@ def is_boundary_name(name: str) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 
-def is_layers(call: MethodCall) -> bool:
-    """Returns whether a method is Flax's or ours, of a module that runs no code of a user's."""
-    return classes.is_library(call.method) and not classes.calls_users(call.module)
+def _is_layer(call: MethodCall) -> bool:
+    """Returns whether a method is that of a layer which obeys policies itself."""
+    return classes.is_ours(type(call.module)) and classes.runs_library(call.method, call.module)
 
 
-class _Linen:
-    """The hooks of `boundary.run_method` for linen modules."""
-
-    captures = False
-    effective = staticmethod(effective_policy)
-    where = staticmethod(where)
-    enter = staticmethod(under_way)
-
-    def is_layer(self, call: MethodCall) -> bool:
-        return classes.is_ours(type(call.module)) and is_layers(call)
-
-    def keeps(self, module: Any) -> bool:
-        return getattr(type(module), "own_code", None) == "keep"
-
-    def run_layer(self, call: MethodCall) -> Any:
-        module, has_fields = call.module, getattr(type(call.module), "_dtype_fields", False)
-        if call.is_lifted or not has_fields:
-            return call.run(module)
-        if call.is_upstream:
-            return module._call_layer(call)
-        with viewed(module, plain_fields(module, call.effective)) as view:
-            return call.run(view)
-
-    def run_in_trace(self, call: MethodCall, effective: Effective, scope: Scope) -> Any:
-        module, keeps = call.module, self.keeps(call.module)
-        if keeps or self.is_layer(call):
-            put_back_for_layer(module)
-            recorded = None if calls.recorded is None else calls.recorded.note_run
-            return own_code.run_layer(call, run_method, effective, keeps=keeps, recorded=recorded)
-
-        def run_own_code() -> Any:
-            given = call._replace(effective=effective, is_upstream=False)
-            with states_made_in_float32(module):
-                return self.run_layer(given)
-
-        return own_code.run_inside(run_own_code, scope, effective, where(module))
+def _keeps(module: Any) -> bool:
+    """Returns whether a module's class keeps its own code out of a trace."""
+    return getattr(type(module), "own_code", None) == "keep"
 
 
-LINEN = _Linen()
+def _run_layer(call: MethodCall) -> Any:
+    module, has_fields = call.module, getattr(type(call.module), "_dtype_fields", False)
+    if call.is_lifted or not has_fields:
+        return call.run(module)
+    if call.is_upstream:
+        return module._call_layer(call)
+    with viewed(module, plain_fields(module, call.effective)) as view:
+        return call.run(view)
+
+
+def _run_in_trace(call: MethodCall, effective: Effective, scope: Scope) -> Any:
+    module, keeps = call.module, _keeps(call.module)
+    if keeps or _is_layer(call):
+        put_back_for_layer(module)
+        recorded = None if calls.recorded is None else calls.recorded.note_run
+        return own_code.run_layer(call, run_method, effective, keeps=keeps, recorded=recorded)
+
+    def run_own_code() -> Any:
+        with states_made_in_float32(module):
+            return _run_layer(call._replace(effective=effective, is_upstream=False))
+
+    return own_code.run_inside(run_own_code, scope, effective, where(module))
+
+
+LINEN = boundary.Api(
+    captures=False,
+    effective=effective_policy,
+    where=where,
+    under_way=under_way,
+    run_in_trace=_run_in_trace,
+    run_layer=_run_layer,
+)
 
 
 def outermost(call: MethodCall) -> Effective | None:
     """Returns the policy of a call whose own code is to be traced; None of other calls."""
-    if call.module.scope is None or not is_boundary_name(call.name):
+    if call.module.scope is None or _is_layer(call) or _keeps(call.module):
+        return None
+    if not is_boundary_name(call.name):
         return None
     return traced_policy(LINEN, call, current_scope())
 
@@ -145,7 +145,7 @@ def run_setup(module: Any, setup: Method) -> Any:
         with viewed(module, module._policy_fields(effective.policy)) as view:
             return setup(view)
     inner = scope.within(effective.policy, crosses=scope.crosses(effective.base))
-    traces = scope.traces_own_code and not LINEN.keeps(module)
+    traces = scope.traces_own_code and not _keeps(module)
     states = states_made_in_float32(module) if traces else contextlib.nullcontext()
     with enter(inner, effective.source.for_those_inside(where(module))), states:
         return setup(module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,16 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax.core import meta
 from flax.errors import ScopeParamShapeError
-from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import MethodCall
-from mpmodules.calls.classes import is_written_by_user
+from mpmodules.calls.boundary import MethodCall, Numerics
 from mpmodules.calls.under_way import linen_calls as calls
-from mpmodules.functions.functional import half_safe_inits, is_half
-from mpmodules.layers.matmul_calls import Numerics, numerics_of
 from mpmodules.linen._module import Module
-from mpmodules.linen._resolution import dtype_fields, effective_policy, viewed
-from policy.core.policy import Policy
+from mpmodules.linen._resolution import dtype_fields, effective_policy, half_safe_fields, viewed
 from policy.core.scope import current_scope
 from policy.quantized.array import QuantizedArray
 from policy.quantized.params import require_trainable
@@ -42,9 +37,7 @@ class Layer(Module):
     _takes_inputs_as_they_come: ClassVar[bool] = False
     _numerics: ClassVar[Numerics] = Numerics()  # in a call, an attribute: those of the policy
 
-    def _policy_fields(self, policy: Policy | None) -> dict[str, Any]:
-        """Returns the dataclass fields to set for a call under a policy."""
-        return dtype_fields(self, policy)
+    _policy_fields = dtype_fields  # the dataclass fields to set for a call under a policy
 
     if not TYPE_CHECKING:  # type checkers see Flax's
 
@@ -57,15 +50,16 @@ class Layer(Module):
             Raises:
               flax.errors.ScopeParamShapeError: codes stand for an array of another shape.
             """
-            declare, stored = super().param, self.get_variable("params", name)
+            declare = functools.partial(flax_nn.Module.param, self)
+            options.pop("compute_dtype", None)  # the dtypes are those of the layer's fields
+            stored = self.get_variable("params", name)
             if stored is None:
                 made = declare(name, init_fn, *init_args, **options)
                 policy = effective_policy(self, current_scope()).policy
                 if calls.recorded is None:  # a summary shows what would be stored
                     require_trainable(policy, (*self.path, name), made)
                 return made
-            is_codes = isinstance(stored, QuantizedArray)
-            if not is_codes or is_written_by_user(type(self), flax_nn.Module):
+            if not isinstance(stored, QuantizedArray):
                 return declare(name, init_fn, *init_args, **options)
             made = jax.eval_shape(lambda: meta.unbox(init_fn(jax.random.key(0), *init_args)))
             if stored.shape != made.shape:
@@ -74,35 +68,13 @@ class Layer(Module):
             return declare(name, lambda *_: stored, unbox=False).unbox_parts()
 
     def _call_layer(self, call: MethodCall) -> Any:
-        policy, dtype = call.policy, call.effective.dtype
-        complex_dtype = call.complex_dtype
+        policy, dtype = call.effective.policy, call.effective.dtype
+        complex_dtype, numerics = call.complex_dtype, call.numerics
         if policy is not None and dtype is None and complex_dtype is not None:
             with viewed(self, dtype_fields(self, policy) | {"dtype": complex_dtype}) as view:
                 return call.run(view)  # as Flax infers it: no policy casts complex numbers
         fields = self._policy_fields(policy)
         fields |= half_safe_fields(self, fields.get("param_dtype", jnp.float32))
-        fields |= {"_numerics": numerics_of(call)} if dtype is None else {"dtype": dtype}
+        fields |= {"_numerics": numerics} if dtype is None else {"dtype": dtype}
         with viewed(self, fields) as view:
             return call.run(view)
-
-
-def half_safe_fields(
-    layer: Any, param_dtype: DTypeLike, *, defaults: bool = False
-) -> dict[str, Any]:
-    """Returns a layer's initializers, made to work in half precision where its parameters are half.
-
-    Args:
-      layer: the layer.
-      param_dtype: the dtype of its parameters.
-      defaults: whether Flax's own defaults are among them; those of most layers run in half as they
-        are.
-    """
-    if not is_half(param_dtype):
-        return {}
-    given = {
-        field.name: getattr(layer, field.name)
-        for field in dataclasses.fields(layer)
-        if field.name.endswith("_init")
-        and (defaults or getattr(layer, field.name) is not field.default)
-    }
-    return half_safe_inits(given, param_dtype)

@@ -26,6 +26,7 @@ from mpmodules.calls.classes import (
     layer_class,
     not_a_model,
     port_options,
+    runs_library,
     warn_where_dropped,
 )
 from mpmodules.calls.own_code import FLAX_STATE
@@ -36,7 +37,6 @@ from mpmodules.linen._call import (
     call_traced,
     is_boundary_name,
     is_innermost,
-    is_layers,
     outermost,
     run_method,
     run_setup,
@@ -176,8 +176,9 @@ class _Port:
             in_full_precision=around.in_full_precision,
         )
         with enter(scope, Source("argument", "apply_policy")), adopting(self.adopter):
-            effective = outermost(call)
-            if effective is None or (self.is_flaxs_layer and is_layers(call)):
+            is_layer = self.is_flaxs_layer and runs_library(call.method, call.module)
+            effective = None if is_layer else outermost(call)
+            if effective is None:
                 return plainly(*call.args, **call.kwargs)
             return call_traced(call, effective, plainly=plainly)
 

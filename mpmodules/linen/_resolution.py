@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
@@ -10,10 +11,12 @@ import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
+from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import MethodCall
 from mpmodules.calls.classes import is_ours, remedy_for, warn_of_unknown_names
 from mpmodules.calls.under_way import linen_calls as calls
+from mpmodules.functions.functional import half_safe_inits, is_half
 from mpmodules.tracing.names import model_name
 from policy.core.arrays import is_floating
 from policy.core.messages import warn_once
@@ -34,12 +37,11 @@ def effective_policy(module: Any, scope: Scope) -> Effective:
     """Returns the policy that `module` would obey in a call under `scope`."""
     path = _path_of(module)
     base, source = _carried(module, path, scope) or _inherited(module, path, scope)
-    base = scope.held(base)
+    base = scope.held(base) if scope.in_full_precision else base
     if base is None:
         return Effective(None, None, NO_SOURCE)
     if not getattr(type(module), "_dtype_fields", False):
         return Effective(base, base, source)
-    require_usable(base)
     dtype, param_dtype = declared_dtypes(module).values()
     if dtype is None and param_dtype is None:
         return Effective(base, base, source)
@@ -60,7 +62,7 @@ def _carried(
     # Not `getattr`: a module of Flax's without the field runs its setup for it.
     own, ported = vars(module).get("dtype_policy"), getattr(type(module), "_ported_policy", None)
     if own is not None and ported is None:
-        return get_policy(own), Source("argument", "dtype_policy", own=True)
+        return require_usable(get_policy(own)), Source("argument", "dtype_policy", own=True)
     if scope.rules and path is not None:
         rule = scope.rules.rule_at(path, type(module), model=model_of(module))
         # One for the whole model, too, whose policy is what `apply_policy` was given.
@@ -90,7 +92,7 @@ def _inherited(
         given = {} if calls.paths or ancestor is None else vars(ancestor)
         policy = given.get("dtype_policy")
         if policy is not None:
-            return policy, Source("enclosing module", where(ancestor))
+            return require_usable(policy), Source("enclosing module", where(ancestor))
         cls = None if ancestor is None else type(ancestor)
         rule = scope.rules.rule_at(above, cls, model=model_of(module)) if scope.rules else None
         if rule is not None:
@@ -146,6 +148,28 @@ def plain_fields(module: Any, effective: Effective) -> dict[str, Any]:
     """Returns `dtype_fields` with an explicit complex dtype, which no policy can hold, put back."""
     fields = dtype_fields(module, effective.policy)
     return fields if effective.dtype is None else fields | {"dtype": effective.dtype}
+
+
+def half_safe_fields(
+    layer: Any, param_dtype: DTypeLike, *, defaults: bool = False
+) -> dict[str, Any]:
+    """Returns a layer's initializers, made to work in half precision where its parameters are half.
+
+    Args:
+      layer: the layer.
+      param_dtype: the dtype of its parameters.
+      defaults: whether Flax's own defaults are among them; those of most layers run in half as they
+        are.
+    """
+    if not is_half(param_dtype):
+        return {}
+    given = {
+        field.name: getattr(layer, field.name)
+        for field in dataclasses.fields(layer)
+        if field.name.endswith("_init")
+        and (defaults or getattr(layer, field.name) is not field.default)
+    }
+    return half_safe_inits(given, param_dtype)
 
 
 @contextlib.contextmanager

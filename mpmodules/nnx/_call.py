@@ -45,58 +45,63 @@ _NOT_BOUNDARIES = (
 # --------------------------------------------------------------------------------------------------
 
 
-class _Nnx:
-    """The hooks of `boundary.run_method` for nnx modules."""
-
-    captures = True
-    effective = staticmethod(effective_policy)
-
-    def where(self, module: Any) -> str:
-        return type(module).__name__
-
-    def is_layer(self, call: MethodCall) -> bool:
-        cls = type(call.module)
-        if not (call.is_upstream and classes.is_ours(cls)):
-            return False
-        if classes.layer_class(cls) is None and classes.package_of(cls) != "mpmodules":
-            return False
-        return not classes.calls_users(call.module)
-
-    def keeps(self, module: Any) -> bool:
-        return getattr(type(module), "own_code", None) == "keep" or module._ported_code == "keep"
-
-    @contextlib.contextmanager
-    def enter(self, call: MethodCall, effective: Effective, scope: Scope) -> Iterator[None]:
-        module = call.module
-        if scope.in_full_precision and not scope.traces_own_code and PATH in vars(module):
-            note_island(module, effective.policy)
-        if not calls.depth and scope.policy is not None and scope.policy != module.dtype_policy:
-            warn_of_scope(module, scope)
-        inside, calls.inside = calls.inside, 0
-        calls.depth += 1
-        try:
-            with marks.numbered_call(inside) if scope.traces_own_code else _NOTHING:
-                yield
-        finally:
-            calls.inside = inside + 1
-            calls.depth -= 1
-
-    def run_in_trace(self, call: MethodCall, effective: Effective, scope: Scope) -> Any:
-        module, keeps = call.module, self.keeps(call.module)
-        if keeps or self.is_layer(call):
-            recorded = calls.recorded
-            return own_code.run_layer(call, _run_here, effective, keeps=keeps, recorded=recorded)
-        run = functools.partial(call.run, module)
-        return own_code.run_inside(run, scope, effective, type(module).__name__)
-
-    def run_layer(self, call: MethodCall) -> Any:
-        if not call.is_upstream:
-            return call.run(call.module)
-        view = in_policy(call.module, call.policy)
-        return view._call_layer(call) if view._is_layer else call.run(view)
+def _is_layer(call: MethodCall) -> bool:
+    """Returns whether a method is that of a layer which obeys policies itself."""
+    cls = type(call.module)
+    if not (call.is_upstream and classes.is_ours(cls)):
+        return False
+    if classes.layer_class(cls) is None and classes.package_of(cls) != "mpmodules":
+        return False
+    return not classes.calls_users(call.module)
 
 
-NNX = _Nnx()
+def _keeps(module: Any) -> bool:
+    """Returns whether a module's own code runs in the dtypes that it meets."""
+    return getattr(type(module), "own_code", None) == "keep" or module._ported_code == "keep"
+
+
+@contextlib.contextmanager
+def _under_way(call: MethodCall, effective: Effective, scope: Scope) -> Iterator[None]:
+    """Counts the call of a module for a block."""
+    module = call.module
+    if scope.in_full_precision and not scope.traces_own_code and PATH in vars(module):
+        note_island(module, effective.policy)
+    if not calls.depth and scope.policy is not None and scope.policy != module.dtype_policy:
+        warn_of_scope(module, scope)
+    inside, calls.inside = calls.inside, 0
+    calls.depth += 1
+    try:
+        with marks.numbered_call(inside) if scope.traces_own_code else _NOTHING:
+            yield
+    finally:
+        calls.inside = inside + 1
+        calls.depth -= 1
+
+
+def _run_in_trace(call: MethodCall, effective: Effective, scope: Scope) -> Any:
+    module, keeps = call.module, _keeps(call.module)
+    if keeps or _is_layer(call):
+        recorded = calls.recorded
+        return own_code.run_layer(call, _run_here, effective, keeps=keeps, recorded=recorded)
+    run = functools.partial(call.run, module)
+    return own_code.run_inside(run, scope, effective, type(module).__name__)
+
+
+def _run_layer(call: MethodCall) -> Any:
+    if not call.is_upstream:
+        return call.run(call.module)
+    view = in_policy(call.module, call.effective.policy)
+    return view._call_layer(call) if view._is_layer else call.run(view)
+
+
+NNX = boundary.Api(
+    captures=True,
+    effective=effective_policy,
+    where=lambda module: type(module).__name__,
+    under_way=_under_way,
+    run_in_trace=_run_in_trace,
+    run_layer=_run_layer,
+)
 _NOTHING = contextlib.nullcontext()
 
 
@@ -112,7 +117,8 @@ def run_method(call: MethodCall) -> Any:
     is_named = call.name == "__call__" and PATH in vars(module)
     with name_scope(module) if is_named else _NOTHING:
         scope = current_scope()
-        effective = traced_policy(NNX, call, scope)
+        is_whole = _is_layer(call) or _keeps(module)
+        effective = None if is_whole else traced_policy(NNX, call, scope)
         if effective is not None:
             return _call_traced(call, effective, scope)
         if module._ported_code == "keep" and not scope.traces_own_code:

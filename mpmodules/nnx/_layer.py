@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import MethodCall
-from mpmodules.layers.matmul_calls import Numerics, numerics_of
+from mpmodules.calls.boundary import MethodCall, Numerics
 from mpmodules.nnx._call import own_params
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._port import adopt_children
@@ -75,5 +74,5 @@ class Layer(BuiltWithDtypes):
         view, policy = in_complex(self, call), call.policy
         computes = policy is not None and getattr(self, "dtype", None) == policy.compute_dtype
         if view is None and computes:
-            view = viewed(self, _numerics=numerics_of(call))
+            view = viewed(self, _numerics=call.numerics)
         return call.run(self if view is None else view)

@@ -17,7 +17,8 @@ from jax.typing import DTypeLike
 
 from mpmodules.layers import matmul_calls
 from mpmodules.layers.matmul_calls import Product
-from mpmodules.linen._layer import Layer, half_safe_fields
+from mpmodules.linen._layer import Layer
+from mpmodules.linen._resolution import half_safe_fields
 from policy.core.policy import Policy
 
 
@@ -31,9 +32,8 @@ class Matmul(Layer):
 
     @flax_nn.nowrap
     def _kernel(self, shape: Sequence[int]) -> jax.Array:
-        """Makes the kernel, masked in a layer that has a mask."""
-        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-        return matmul_calls.masked(self, kernel)
+        """Makes the kernel."""
+        return self.param("kernel", self.kernel_init, shape, self.param_dtype)
 
     @flax_nn.nowrap
     def _bias(self, shape: Sequence[int]) -> jax.Array | None:

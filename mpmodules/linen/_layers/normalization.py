@@ -17,9 +17,15 @@ from mpmodules.calls.boundary import MethodCall
 from mpmodules.functions.functional import mixing_allowed, widen
 from mpmodules.functions.normalization import Region
 from mpmodules.layers import normalization_calls as norms
-from mpmodules.linen._layer import Layer, half_safe_fields
+from mpmodules.linen._layer import Layer
 from mpmodules.linen._module import Module
-from mpmodules.linen._resolution import declared_field, dtype_fields, plain_fields, viewed
+from mpmodules.linen._resolution import (
+    declared_field,
+    dtype_fields,
+    half_safe_fields,
+    plain_fields,
+    viewed,
+)
 from policy.core.arrays import cast_array
 from policy.core.messages import warn_once
 from policy.core.policy import Policy

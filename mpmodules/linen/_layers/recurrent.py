@@ -17,13 +17,14 @@ from jax.typing import DTypeLike
 from mpmodules.calls import boundary
 from mpmodules.calls.classes import is_upstream
 from mpmodules.functions.functional import is_half, mixing_allowed, widen
-from mpmodules.layers.matmul_calls import Product, linear, numerics_of
-from mpmodules.linen._layer import Layer, half_safe_fields
+from mpmodules.layers.matmul_calls import Product, linear
+from mpmodules.linen._layer import Layer
 from mpmodules.linen._module import Module
 from mpmodules.linen._port import adopting_inside
 from mpmodules.linen._resolution import (
     declared_field,
     effective_policy,
+    half_safe_fields,
     plain_fields,
     viewed,
 )
@@ -74,7 +75,7 @@ class Cell(Layer):
         fields = self._policy_fields(call.policy)
         dtype = call.effective.dtype
         if dtype is None:  # the gates are in compute_dtype also where the call is a boundary
-            fields["_numerics"] = numerics_of(call._replace(crosses=False))
+            fields["_numerics"] = call._replace(crosses=False).numerics
         else:
             fields["dtype"] = dtype
         # Rules may give layers inside another output_dtype.

@@ -12,9 +12,9 @@ from flax import nnx as flax_nnx
 from flax.nnx.module import first_from
 from jax import lax
 
-from mpmodules.calls.boundary import MethodCall
+from mpmodules.calls.boundary import MethodCall, Numerics
 from mpmodules.layers import matmul_calls
-from mpmodules.layers.matmul_calls import Numerics, Product
+from mpmodules.layers.matmul_calls import Product
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._quantized import as_stored
 from mpmodules.nnx._resolution import as_instance_of, viewed
@@ -38,8 +38,7 @@ class Matmul(Layer):
     def _product(self, operation: Callable[..., jax.Array], inputs: jax.Array) -> Product:
         """Promotes the operands of a call; see `Product`."""
         layer: Any = self
-        kernel = matmul_calls.masked(layer, as_stored(layer.kernel))
-        bias = None if layer.bias is None else layer.bias[...]
+        kernel, bias = as_stored(layer.kernel), None if layer.bias is None else layer.bias[...]
         promoted = matmul_calls.promoted(layer, _promoting(layer), inputs, kernel, bias)
         return Product(self, promoted, bias, operation, self._hook)
 
