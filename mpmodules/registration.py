@@ -22,7 +22,7 @@ from policy.quantized.packing import pack_params, unpack_params
 _FUNCTIONS = {
     "noting_modules": ("mpmodules.tracing.names", "noting_modules"),
     "lowered": ("mpmodules.tracing.nnx_pure_calls", "lowered"),
-    "is_reference": ("mpmodules.calls.boundary", "is_reference"),
+    "is_reference": ("mpmodules.calls.classes", "is_reference"),
     "is_no_parameter": ("mpmodules.tracing.nnx_pure_calls", "is_no_parameter"),
     "eval_shape": ("flax.nnx", "eval_shape"),
 }

@@ -9,44 +9,20 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from flax.core import Scope as FlaxScope
 from jax.typing import DTypeLike
 
-from mpmodules.calls.classes import LAYER_OF, derives_from
+from mpmodules.calls.classes import LAYER_OF, is_reference
 from mpmodules.functions.functional import complex_input, is_wider
 from policy.core.arrays import cast_array, cast_floating, is_floating
 from policy.core.dtypes import HIGHEST, ScaledMatmul
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
-from policy.core.scope import NO_SOURCE, Scope, computes_in_half, enter, multiplying
+from policy.core.scope import NO_SOURCE, Scope, Source, computes_in_half, enter, multiplying
 from policy.programs.marks import BOUNDARY, computes_in
 from policy.programs.thread import thread
-
-# --------------------------------------------------------------------------------------------------
-# References
-# --------------------------------------------------------------------------------------------------
-
-
-_REFERENCES = (
-    *(nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef),
-    *(linen.Module, linen.Variable, FlaxScope),
-)
-
-
-def is_reference(x: Any) -> bool:
-    """Returns whether `x` is, or is tied to, state that a copy would lose.
-
-    nnx Modules, Rngs and Variables are pytrees: a tree map over them gives the same dropout mask at
-    every call and loses the updates of batch statistics. linen Modules, Scopes and Variables are
-    references as well.
-    """
-    return isinstance(x, jax.Ref) or derives_from(type(x), *_REFERENCES)
-
 
 # --------------------------------------------------------------------------------------------------
 # Casts
@@ -220,7 +196,8 @@ class Api:
       effective: returns the policy that a module obeys in a call in a scope.
       where: returns a module's name for messages.
       under_way: notes a call for a block.
-      run_in_trace: runs a call in a trace of the code around it.
+      run_in_trace: runs a call in a trace of the code around it, given the source of the policy of
+        the modules inside.
       run_layer: runs a method without its boundary; Flax's own sees a module that computes as the
         policy says.
     """
@@ -229,19 +206,8 @@ class Api:
     effective: Callable[[Any, Scope], Effective]
     where: Callable[[Any], str]
     under_way: Callable[[MethodCall, Effective, Scope], contextlib.AbstractContextManager[None]]
-    run_in_trace: Callable[[MethodCall, Effective, Scope], Any]
+    run_in_trace: Callable[[MethodCall, Effective, Source], Any]
     run_layer: Callable[[MethodCall], Any]
-
-
-def traced_policy(api: Api, call: MethodCall, scope: Scope) -> Effective | None:
-    """Returns the policy of a call of a user's own code where it is to be traced, because the call
-    is an outermost one; None of others.
-    """
-    if scope.traces_own_code or scope.keeps_own_code:
-        return None
-    effective = api.effective(call.module, scope)
-    rules = None if api.captures else scope.rules
-    return effective if computes_in_half(effective.policy, rules) else None
 
 
 def run_method(api: Api, call: MethodCall, scope: Scope) -> Any:
@@ -249,16 +215,17 @@ def run_method(api: Api, call: MethodCall, scope: Scope) -> Any:
     module, is_layer = call.module, getattr(type(call.module), "_is_layer", False)
     effective = api.effective(module, scope)  # before the call is noted: who is calling decides
     policy, source = effective.policy, effective.source
+    inner = source  # of the modules inside
+    if source.own or source.dtypes or source.kind == "argument":
+        inner = source.for_those_inside(api.where(module))
     with api.under_way(call, effective, scope):
         if scope.traces_own_code:
-            return api.run_in_trace(call, effective, scope)
+            return api.run_in_trace(call, effective, inner)
         entered = scope.entered(policy, effective.base, source, is_layer=is_layer)
         around: Policy | None = scope.policy
         inside: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if entered is not None or not api.captures:
-            if source.own or source.dtypes or source.kind == "argument":
-                source = source.for_those_inside(api.where(module))
-            inside = enter(scope.within(policy, crosses=entered is not None), source)
+            inside = enter(scope.within(policy, crosses=entered is not None), inner)
         if api.captures and not scope.boundary_open:
             around = None
         precise, held = multiplying(policy, around), _float32_within_autocast(effective)

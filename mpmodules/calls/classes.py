@@ -16,8 +16,10 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from flax.core import Scope as FlaxScope
 
 from policy.core.messages import instruction_after, shown, warn_once
 from policy.core.policy import Policy, get_policy
@@ -112,8 +114,24 @@ def layer_class(cls: type) -> Any:
     return next((LAYER_OF[base] for base in cls.__mro__ if base in LAYER_OF), None)
 
 
+_REFERENCES = (
+    *(nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef),
+    *(linen.Module, linen.Variable, FlaxScope),
+)
+
+
+def is_reference(x: Any) -> bool:
+    """Returns whether `x` is, or is tied to, state that a copy would lose.
+
+    nnx Modules, Rngs and Variables are pytrees: a tree map over them gives the same dropout mask at
+    every call and loses the updates of batch statistics. linen Modules, Scopes and Variables are
+    references as well.
+    """
+    return isinstance(x, jax.Ref) or derives_from(type(x), *_REFERENCES)
+
+
 # Modules of Flax's that call what they are given.
-_CALLERS = (
+CALLERS = (
     *(linen.Sequential, linen.RNN, linen.Bidirectional),
     *(nnx.Sequential, nnx.RNN, nnx.Bidirectional),
 )
@@ -135,15 +153,8 @@ def is_library(method: Any) -> bool:
     return is_upstream(inspect.unwrap(method))
 
 
-def runs_library(method: Any, module: Any) -> bool:
-    """Returns whether a method is Flax's or ours, of a module that runs no code of a user's."""
-    return is_library(method) and not calls_users(module)
-
-
 def calls_users(module: Any) -> bool:
-    """Returns whether a module calls what it is given, unless that is a cell of Flax's or ours."""
-    if not derives_from(type(module), *_CALLERS):
-        return False
+    """Returns whether one of `CALLERS` calls something else than cells of Flax's or ours."""
     if derives_from(type(module), linen.Sequential, nnx.Sequential):
         return True
     return not all(map(is_library, _cells_of(module)))

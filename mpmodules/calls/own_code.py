@@ -32,11 +32,10 @@ from mpmodules.calls.boundary import (
     as_given,
     cast_outputs,
     is_pair,
-    is_reference,
     map_carry,
     with_kept_outputs,
 )
-from mpmodules.calls.classes import derives_from
+from mpmodules.calls.classes import derives_from, is_reference
 from mpmodules.calls.under_way import linen_calls, nnx_calls
 from mpmodules.functions.functional import mixing_allowed
 from policy.autocasting import own_code
@@ -44,7 +43,7 @@ from policy.core.arrays import is_floating
 from policy.core.messages import warn_once
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
-from policy.core.scope import Scope, computes_in_half, current_scope, enter, multiplying
+from policy.core.scope import Scope, Source, computes_in_half, current_scope, enter, multiplying
 from policy.programs import marks
 from policy.programs.thread import during, thread
 
@@ -110,10 +109,9 @@ def as_read(stored: Any, *, is_kept: bool, dtype: DTypeLike | None) -> Any:
     """Returns a parameter as own code reads it in a trace: in float32, in the dtype that it is
     stored in where no policy casts it, or in the one asked for.
     """
-    if not is_floating(stored):
-        return stored
-    asked = is_kept or dtype is not None
-    return marks.read_in(stored, dtype) if asked else marks.returned_if_half(stored)
+    if is_kept or dtype is not None:
+        return marks.read_in(stored, dtype) if is_floating(stored) else stored
+    return marks.returned_if_half(stored)
 
 
 def keeping() -> Any:
@@ -121,28 +119,27 @@ def keeping() -> Any:
     return enter(dataclasses.replace(current_scope(), keeps_own_code=True))
 
 
-def run_inside(call: Callable[[], Any], scope: Scope, effective: Effective, where: str) -> Any:
+def run_inside(call: Callable[[], Any], effective: Effective, inner: Source) -> Any:
     """Calls a module's own code inside of a trace: it is no boundary.
 
     Args:
       call: calls it.
-      scope: the one in force.
       effective: the policy that the module obeys.
-      where: the module, for the modules inside.
+      inner: the source of the policy of the modules inside.
     """
-    policy = effective.base
+    policy, scope = effective.base, current_scope()
     if policy is None:
         return call()
-    inner = dataclasses.replace(scope, policy=policy, boundary_open=True)
+    is_named = scope.names(policy, effective.source)
+    inside = enter(dataclasses.replace(scope, policy=policy, boundary_open=True), inner)
     # In half precision the trace, which is in float32, can't hold the precision: the mark does.
     half = computes_in_half(policy)
     precise = contextlib.nullcontext() if half else multiplying(policy, scope.policy)
     mark = marks.computes_in(
         policy.compute_dtype, policy.matmul, policy.precision if half else None
     )
-    with enter(inner, effective.source.for_those_inside(where)), mark, precise:
+    with inside, mark, precise:
         outputs = call()
-    is_named = scope.names(effective.base, effective.source)
     if not scope.boundary_open or (policy == scope.policy and not is_named):
         return outputs
     # Another policy's: the code around it reads it in its own dtype, or as this one returns it.
@@ -239,10 +236,10 @@ def outputs_of(call: MethodCall, scope: Scope, policy: Policy, outputs: Any) -> 
       outputs: in the dtypes that they were computed in.
     """
     states, thread.states = thread.states, ()
+    returned = scope.returned(policy)
     has_carry, given_carry = call.carry()
     if has_carry and is_pair(outputs):
         outputs = map_carry(as_given, outputs[0], given_carry), outputs[1]
-    returned = scope.returned(policy)
     if scope.boundary_open and scope.policy is not None:
         returned = policy.replace(output_dtype=scope.policy.compute_dtype)
     outputs, kept = with_kept_outputs(call, outputs)

@@ -17,7 +17,8 @@ from flax.core import meta
 from jax.typing import DTypeLike
 
 from mpmodules.calls import boundary, classes, own_code
-from mpmodules.calls.boundary import MethodCall, is_reference, traced_policy
+from mpmodules.calls.boundary import MethodCall
+from mpmodules.calls.classes import is_reference
 from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.linen._resolution import (
     effective_policy,
@@ -28,14 +29,14 @@ from mpmodules.linen._resolution import (
 )
 from mpmodules.tracing.linen_pure_calls import (
     Method,
-    lifted,
     made_as_stored,
     put_back_for_layer,
+    run_lifted,
     states_made_in_float32,
 )
 from policy.core.arrays import cast_floating
 from policy.core.precedence import Effective
-from policy.core.scope import Scope, current_scope, enter, multiplying
+from policy.core.scope import Source, computes_in_half, current_scope, enter, multiplying
 from policy.programs.tracing.trace import is_eager
 from policy.quantized.params import require_trainable
 
@@ -58,6 +59,7 @@ def call_of(
     return MethodCall(module, method, args, kwargs, name, is_upstream, method, is_lifted)
 
 
+@functools.cache
 def is_boundary_name(name: str) -> bool:
     """Returns whether a method of that name is public, and no method of every module."""
     return classes.is_public(name) and name not in _NOT_BOUNDARIES
@@ -70,7 +72,13 @@ def is_boundary_name(name: str) -> bool:
 
 def _is_layer(call: MethodCall) -> bool:
     """Returns whether a method is that of a layer which obeys policies itself."""
-    return classes.is_ours(type(call.module)) and classes.runs_library(call.method, call.module)
+    return classes.is_ours(type(call.module)) and runs_library(call)
+
+
+def runs_library(call: MethodCall) -> bool:
+    """Returns whether a method is Flax's or ours, of a module that runs no code of a user's."""
+    is_caller = classes.derives_from(type(call.module), *classes.CALLERS)
+    return classes.is_library(call.method) and not (is_caller and classes.calls_users(call.module))
 
 
 def _keeps(module: Any) -> bool:
@@ -88,7 +96,7 @@ def _run_layer(call: MethodCall) -> Any:
         return call.run(view)
 
 
-def _run_in_trace(call: MethodCall, effective: Effective, scope: Scope) -> Any:
+def _run_in_trace(call: MethodCall, effective: Effective, inner: Source) -> Any:
     module, keeps = call.module, _keeps(call.module)
     if keeps or _is_layer(call):
         put_back_for_layer(module)
@@ -99,7 +107,7 @@ def _run_in_trace(call: MethodCall, effective: Effective, scope: Scope) -> Any:
         with states_made_in_float32(module):
             return _run_layer(call._replace(effective=effective, is_upstream=False))
 
-    return own_code.run_inside(run_own_code, scope, effective, where(module))
+    return own_code.run_inside(run_own_code, effective, inner)
 
 
 LINEN = boundary.Api(
@@ -114,11 +122,15 @@ LINEN = boundary.Api(
 
 def outermost(call: MethodCall) -> Effective | None:
     """Returns the policy of a call whose own code is to be traced; None of other calls."""
-    if call.module.scope is None or _is_layer(call) or _keeps(call.module):
+    if call.module.scope is None or _is_layer(call):
+        return None
+    scope = current_scope()
+    if scope.traces_own_code or scope.keeps_own_code or _keeps(call.module):
         return None
     if not is_boundary_name(call.name):
         return None
-    return traced_policy(LINEN, call, current_scope())
+    effective = effective_policy(call.module, scope)
+    return effective if computes_in_half(effective.policy, scope.rules) else None
 
 
 def run_method(call: MethodCall) -> Any:
@@ -242,10 +254,11 @@ def call_traced(call: MethodCall, effective: Effective, *, plainly: Callable[...
                 call = call._replace(args=args, kwargs=kwargs)
                 outputs = plainly(*args, **kwargs)
         else:
-            key = _key(call)
+            leaves = jax.tree.leaves((call.args, call.kwargs), is_leaf=is_reference)
+            key = _key(call) if all(map(is_eager, leaves)) else None
             run = functools.partial(own_code.run, type(module), policy=policy, key=key)
             try:
-                outputs = lifted(call.method, run)(module, call.args, call.kwargs)
+                outputs = run_lifted(call, leaves, run)
             except own_code.CANNOT_BE_TRACED as error:
                 with enter(scope):
                     kept = functools.partial(plainly, *call.args, **call.kwargs)
@@ -264,11 +277,9 @@ def wrapped_once(function: Callable[..., Any]) -> Method:
 def _key(call: MethodCall) -> Hashable:
     """Returns a key of the programs of a call, or None where they are not kept.
 
-    They are outside of traces, where no summary, no capture and nobody's interceptor takes part in
-    the call, and no check of rules.
+    They are where no summary, no capture and nobody's interceptor takes part in the call, and no
+    check of rules.
     """
-    if not all(map(is_eager, jax.tree.leaves((call.args, call.kwargs), is_leaf=is_reference))):
-        return None
     flaxs, interceptors = flax_nn.module._context, flax_nn.module._global_interceptor_stack
     if any(flaxs.capture_stack[-1:]) or flaxs.call_info_stack:
         return None
@@ -308,9 +319,10 @@ def param(
       The parameter: float32 in code that a half-precision policy evaluates, else as stored. Its
       gradient is summed in float32 and returned in the dtype that it is stored in.
     """
-    cls = type(self)
-    is_kept = name in cls.keep_params
-    policy = effective_policy(self, current_scope()).policy
+    if not classes.is_written_by_user(type(self), flax_nn.Module):  # fields say a layer's dtypes
+        return flax_nn.Module.param(self, name, init_fn, *init_args, unbox=unbox, **init_kwargs)
+    scope, is_kept = current_scope(), name in type(self).keep_params
+    policy = effective_policy(self, scope).policy
     init = init_fn
     if policy is not None and not is_kept and not self.has_variable("params", name):
         param_dtype = policy.param_dtype
@@ -323,7 +335,7 @@ def param(
         require_trainable(policy, (*self.path, name), stored)
     if policy is None or (not unbox and isinstance(stored, meta.AxisMetadata)):
         return stored
-    if current_scope().traces_own_code:
+    if scope.traces_own_code:
         read = functools.partial(own_code.as_read, is_kept=is_kept, dtype=compute_dtype)
         return jax.tree.map(read, stored)
     if compute_dtype is None or not calls.paths:

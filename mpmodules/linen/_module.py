@@ -167,15 +167,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         ) -> T: ...
 
     else:  # type checkers see Flax's, which takes the same but for `policy_columns`
-        tabulate = flax_nn.nowrap(tabulate_method)
-
-        @flax_nn.nowrap
-        @functools.wraps(own_param)
-        def param(self, *args: Any, **kwargs: Any) -> Any:
-            if classes.is_written_by_user(type(self), flax_nn.Module):
-                return own_param(self, *args, **kwargs)
-            kwargs.pop("compute_dtype", None)  # the dtypes of a layer's are those of its fields
-            return super().param(*args, **kwargs)
+        tabulate, param = flax_nn.nowrap(tabulate_method), flax_nn.nowrap(own_param)
 
         @flax_nn.nowrap
         def _validate_setup(self) -> None:

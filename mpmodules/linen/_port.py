@@ -26,7 +26,6 @@ from mpmodules.calls.classes import (
     layer_class,
     not_a_model,
     port_options,
-    runs_library,
     warn_where_dropped,
 )
 from mpmodules.calls.own_code import FLAX_STATE
@@ -40,6 +39,7 @@ from mpmodules.linen._call import (
     outermost,
     run_method,
     run_setup,
+    runs_library,
     wrapped_once,
 )
 from mpmodules.linen._resolution import declared_dtypes, own_params, viewed
@@ -176,7 +176,7 @@ class _Port:
             in_full_precision=around.in_full_precision,
         )
         with enter(scope, Source("argument", "apply_policy")), adopting(self.adopter):
-            is_layer = self.is_flaxs_layer and runs_library(call.method, call.module)
+            is_layer = self.is_flaxs_layer and runs_library(call)
             effective = None if is_layer else outermost(call)
             if effective is None:
                 return plainly(*call.args, **call.kwargs)

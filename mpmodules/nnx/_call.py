@@ -15,7 +15,8 @@ import jax
 from flax import nnx as flax_nnx
 
 from mpmodules.calls import boundary, classes, own_code
-from mpmodules.calls.boundary import MethodCall, is_reference, traced_policy
+from mpmodules.calls.boundary import MethodCall
+from mpmodules.calls.classes import is_reference
 from mpmodules.calls.under_way import nnx_calls as calls
 from mpmodules.nnx._resolution import (
     effective_policy,
@@ -28,7 +29,7 @@ from mpmodules.tracing.nnx_pure_calls import GraphKey, StatefulCall
 from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
 from policy.core.precedence import Effective, warn_of_autocast
-from policy.core.scope import Scope, current_scope
+from policy.core.scope import Scope, Source, computes_in_half, current_scope
 from policy.programs import marks
 from policy.programs.thread import thread
 from policy.quantized.params import require_trainable
@@ -52,7 +53,7 @@ def _is_layer(call: MethodCall) -> bool:
         return False
     if classes.layer_class(cls) is None and classes.package_of(cls) != "mpmodules":
         return False
-    return not classes.calls_users(call.module)
+    return not (classes.derives_from(cls, *classes.CALLERS) and classes.calls_users(call.module))
 
 
 def _keeps(module: Any) -> bool:
@@ -78,13 +79,12 @@ def _under_way(call: MethodCall, effective: Effective, scope: Scope) -> Iterator
         calls.depth -= 1
 
 
-def _run_in_trace(call: MethodCall, effective: Effective, scope: Scope) -> Any:
+def _run_in_trace(call: MethodCall, effective: Effective, inner: Source) -> Any:
     module, keeps = call.module, _keeps(call.module)
     if keeps or _is_layer(call):
         recorded = calls.recorded
         return own_code.run_layer(call, _run_here, effective, keeps=keeps, recorded=recorded)
-    run = functools.partial(call.run, module)
-    return own_code.run_inside(run, scope, effective, type(module).__name__)
+    return own_code.run_inside(functools.partial(call.run, module), effective, inner)
 
 
 def _run_layer(call: MethodCall) -> Any:
@@ -117,14 +117,21 @@ def run_method(call: MethodCall) -> Any:
     is_named = call.name == "__call__" and PATH in vars(module)
     with name_scope(module) if is_named else _NOTHING:
         scope = current_scope()
-        is_whole = _is_layer(call) or _keeps(module)
-        effective = None if is_whole else traced_policy(NNX, call, scope)
-        if effective is not None:
-            return _call_traced(call, effective, scope)
+        policy = None if _is_layer(call) else _outermost(call, scope)
+        if policy is not None:
+            return _call_traced(call, policy, scope)
         if module._ported_code == "keep" and not scope.traces_own_code:
             with own_code.keeping():
                 return _run_here(call)
         return boundary.run_method(NNX, call, scope)
+
+
+def _outermost(call: MethodCall, scope: Scope) -> Policy | None:
+    """Returns the policy of a call of own code that is to be traced; None of other calls."""
+    if scope.traces_own_code or scope.keeps_own_code or _keeps(call.module):
+        return None
+    policy = scope.held(call.module.dtype_policy)
+    return policy if computes_in_half(policy) else None
 
 
 def _run_here(call: MethodCall) -> Any:
@@ -201,10 +208,8 @@ def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _call_traced(call: MethodCall, effective: Effective, scope: Scope) -> Any:
-    """Calls an outermost method, whose own code obeys the module's policy."""
-    policy = effective.policy
-    assert policy is not None
+def _call_traced(call: MethodCall, policy: Policy, scope: Scope) -> Any:
+    """Calls an outermost method, whose own code obeys `policy`, the module's."""
     if not calls.depth:
         warn_of_scope(call.module, scope)
     cls, bare = type(call.module), call._replace(module=None, args=(), kwargs={})

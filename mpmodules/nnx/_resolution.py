@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import MethodCall, is_reference
-from mpmodules.calls.classes import is_ours, policy_given, remedy_for, require_dtypes
+from mpmodules.calls.boundary import MethodCall
+from mpmodules.calls.classes import is_ours, is_reference, policy_given, remedy_for, require_dtypes
 from mpmodules.calls.under_way import nnx_calls as calls
 from mpmodules.functions.functional import half_safe_inits
 from policy.core.messages import warn_once

@@ -17,7 +17,8 @@ import jax
 from flax.core import Scope, lift
 from flax.linen.transforms import decorator_lift_transform
 
-from mpmodules.calls.boundary import is_reference
+from mpmodules.calls.boundary import MethodCall
+from mpmodules.calls.classes import is_reference
 from mpmodules.calls.under_way import linen_calls as calls
 from policy.core.arrays import cast_array, is_floating
 from policy.programs import marks
@@ -27,33 +28,32 @@ Run = Callable[..., Any]
 """Returns the results of ``call(params, others, inputs)``, given `call` and its arguments."""
 
 
-def lifted(method: Method, run: Run) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
-    """Returns a function that calls a method of a module, given as a pure function to `run`.
+def run_lifted(call: MethodCall, leaves: Sequence[Any], run: Run) -> Any:
+    """Calls a method of a module, given as a pure function to `run`.
 
     Args:
-      method: a method that Flax wrapped.
+      call: the call, of a method that Flax wrapped.
+      leaves: of its arguments, references among them.
       run: runs the pure function.
     """
+    module, args, kwargs = call.module, call.args, call.kwargs
 
-    @functools.wraps(method)
+    @functools.wraps(call.method)
     def unpacking(module: Any, given: _Given) -> Any:
-        return method(module, *given.args, **given.kwargs)
+        return call.method(module, *given.args, **given.kwargs)
 
-    def called(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_reference)
-        before = _copied(module.scope.rng_counters)
-        checked = functools.partial(calls.noting, seen=calls.seen, validates=calls.validates)
-        # No call is a root's meanwhile.
-        with calls.noting(seen={} if calls.seen is None else calls.seen, validates=False):
-            # Flax runs setup here, and again inside.
-            start = functools.partial(set_counters, module.scope.rng_counters, before)
-            transform = functools.partial(_transform, run=run, checked=checked, start=start)
-            if any(isinstance(leaf, _OF_LINEN) for leaf in leaves):
-                return decorator_lift_transform(transform, method)(module, *args, **kwargs)
-            # Flax would copy lists and objects among the arguments.
-            return decorator_lift_transform(transform, unpacking)(module, _Given(args, kwargs))
-
-    return called
+    before = _copied(module.scope.rng_counters)
+    checked = {"seen": calls.seen, "validates": calls.validates}
+    # No call is a root's meanwhile.
+    with calls.noting(seen={} if calls.seen is None else calls.seen, validates=False):
+        # Flax runs setup here, and again inside.
+        start = functools.partial(set_counters, module.scope.rng_counters, before)
+        transform = functools.partial(_transform, run=run, checked=checked, start=start)
+        if any(isinstance(leaf, _OF_LINEN) for leaf in leaves):
+            return decorator_lift_transform(transform, call.method)(module, *args, **kwargs)
+        # Flax would copy lists and objects among the arguments.
+        given = _Given(args, kwargs, any(map(is_reference, leaves)))
+        return decorator_lift_transform(transform, unpacking)(module, given)
 
 
 _OF_LINEN = (flax_nn.Module, flax_nn.Variable)
@@ -75,26 +75,29 @@ class _Counts:
 
 
 def _held(tree: Any) -> Any:
-    if not any(map(is_reference, jax.tree.leaves(tree, is_leaf=is_reference))):
-        return tree  # its lists and dicts are the caller's
     return jax.tree.map(lambda x: _Held(x) if is_reference(x) else x, tree, is_leaf=is_reference)
 
 
 def _released(tree: Any) -> Any:
-    if not any(isinstance(leaf, _Held) for leaf in jax.tree.leaves(tree)):
-        return tree
     return jax.tree.map(lambda x: x.value if isinstance(x, _Held) else x, tree)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Given:
-    """The arguments of a call, which Flax takes for one."""
+    """The arguments of a call, which Flax takes for one.
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.args, self.kwargs = args, kwargs
+    Attributes:
+      args, kwargs: the arguments, whose lists and dicts are the caller's.
+      has_references: whether references are among them.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    has_references: bool
 
 
 def _transform(
-    core: Callable[..., Any], *, run: Run, checked: Callable[[], Any], start: Callable[[], None]
+    core: Callable[..., Any], *, run: Run, checked: dict[str, Any], start: Callable[[], None]
 ) -> Callable[..., Any]:
     """Lifts a function of scopes: its variables and random keys become arguments of a pure one."""
 
@@ -115,17 +118,21 @@ def _transform(
 
         def call(params: Any, others: Any, inputs: Any) -> Any:
             (variables, rngs), (args, kwargs) = others, inputs
-            with checked(), half_states_as_float32(variables) as read:
-                scopes = scope_fn(_joined(params, read), rngs)
-                with made_as_stored(jax.tree.leaves(scopes)):
-                    if packed is None:
-                        outputs = core(scopes, *args, **kwargs)
-                    else:
-                        outputs = core(scopes, _Given(*_released((args, kwargs))))
-                state = as_stored(repack(scopes), stored)
-                return outputs, state, _Counts(list(map(_copied, counters)))
+            read, half_states = half_states_as_float32(variables)
+            scopes = scope_fn(_joined(params, read), rngs)
+            made = Made(jax.tree.leaves(scopes))
+            with calls.noting(**checked, half_states=half_states, made=[*calls.made, made]):
+                if packed is not None:
+                    if packed.has_references:
+                        args, kwargs = _released((args, kwargs))
+                    args, kwargs = (_Given(args, kwargs, packed.has_references),), {}
+                outputs = core(scopes, *args, **kwargs)
+                made.store()
+            state = as_stored(repack(scopes), stored)
+            return outputs, state, _Counts(list(map(_copied, counters)))
 
-        inputs = (args, kwargs) if packed is None else _held((packed.args, packed.kwargs))
+        inputs = (args, kwargs) if packed is None else (packed.args, packed.kwargs)
+        inputs = _held(inputs) if packed is not None and packed.has_references else inputs
         trees = params, (others, rngs), inputs
         outputs, state, counted = run(call, trees)
         for counts, after in zip(counters, counted.of_scopes, strict=True):
@@ -179,9 +186,10 @@ def _joined(params: Any, others: Any) -> Any:
     )
 
 
-@contextlib.contextmanager
-def half_states_as_float32(variables: Any) -> Iterator[Any]:
-    """Yields variables as a user's code reads them in a trace: half-precision ones in float32."""
+def half_states_as_float32(variables: Any) -> tuple[Any, dict[int, tuple[Any, Any]]]:
+    """Returns variables as a user's code reads them in a trace, half-precision ones in float32; and
+    these with those stored, by the identities of the former.
+    """
 
     def read(stored: Any) -> Any:
         if not _is_half(stored):
@@ -191,8 +199,7 @@ def half_states_as_float32(variables: Any) -> Iterator[Any]:
         return value
 
     found: dict[int, tuple[Any, Any]] = {}
-    with calls.noting(half_states=found):
-        yield jax.tree.map(read, variables)
+    return jax.tree.map(read, variables), found
 
 
 def put_back_for_layer(module: Any) -> None:
@@ -216,7 +223,7 @@ def put_back_for_layer(module: Any) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-class _Made:
+class Made:
     """The half-precision variables made in a call, float32 while it lasts.
 
     Attributes:
@@ -228,8 +235,14 @@ class _Made:
         self.roots = [scope.root._variables for scope in scopes]
         self.variables: list[tuple[Scope, str, str, dict[str, Any]]] = []
 
+    def store(self) -> None:
+        """Casts the variables to their half-precision dtypes."""
+        for scope, collection, name, halves in self.variables:
+            value = scope.get_variable(collection, name)
+            scope.put_variable(collection, name, as_stored(value, halves))
 
-def _made_in(scope: Scope) -> _Made | None:
+
+def _made_in(scope: Scope) -> Made | None:
     """Returns the variables made in the call that a scope belongs to, or None before it is one."""
     root = scope.root._variables
     return next((made for made in calls.made if any(root is each for each in made.roots)), None)
@@ -266,12 +279,10 @@ def _as(cls: type[Scope], scope: Scope) -> Scope:
 @contextlib.contextmanager
 def made_as_stored(scopes: Sequence[Scope]) -> Iterator[None]:
     """Casts the variables made in a block to their half-precision dtypes at its end."""
-    made = _Made(scopes)
+    made = Made(scopes)
     with calls.noting(made=[*calls.made, made]):
         yield
-        for scope, collection, name, halves in made.variables:
-            value = scope.get_variable(collection, name)
-            scope.put_variable(collection, name, as_stored(value, halves))
+        made.store()
 
 
 @contextlib.contextmanager

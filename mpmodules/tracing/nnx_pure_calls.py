@@ -20,7 +20,7 @@ import jax
 import jax.core
 from flax import nnx as flax_nnx
 
-from mpmodules.calls.boundary import is_reference
+from mpmodules.calls.classes import is_reference
 from mpmodules.calls.own_code import key_of
 from mpmodules.tracing.names import named
 from policy.core.arrays import cast_array, is_floating

@@ -148,7 +148,7 @@ def is_wide_result(array: Any) -> bool:
 
 def returned_if_half(array: Any) -> Any:
     """Returns a half-precision array as float32, marked as `returned`; others as they are."""
-    return array if array.dtype == F32 else _marked(array, RETURNED)
+    return array if getattr(array, "dtype", None) == F32 else _marked(array, RETURNED)
 
 
 def read_in(array: Any, dtype: DTypeLike | None) -> Any:
