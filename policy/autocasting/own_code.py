@@ -64,37 +64,54 @@ class OwnCode:
     scope: Scope
 
     @classmethod
-    def traced(cls, call: ModuleCall, trees: Sequence[Any], policy: Policy) -> OwnCode:
+    def traced(
+        cls, call: ModuleCall, trees: Sequence[Any], arguments: Arguments, policy: Policy
+    ) -> OwnCode:
         """Traces ``call(params, others, inputs)``; parameters and inputs are float32 to it.
+
+        Args:
+          call: the call.
+          trees: its arguments.
+          arguments: the same, divided into arrays and others.
+          policy: the policy of the outermost module.
 
         Raises:
           the errors in `CANNOT_BE_TRACED`.
         """
-        kinds = [kind for kind, tree in enumerate(trees) for _ in _arrays(tree)]
-        is_wide = [_is_float(x) and x.dtype.itemsize >= F32.itemsize for x in _arrays(trees[2])]
+        arrays = arguments.arrays
+        sizes = [tree.num_leaves for tree in arguments.treedef.children()[0].children()]
+        leaves = (kind for kind, size in enumerate(sizes) for _ in range(size))
+        kinds = list(itertools.compress(leaves, arguments.is_array))
+        is_float = [dtype is not None and dtype.itemsize >= 2 for dtype in map(float_dtype, arrays)]
+        is_wide = [
+            one and array.dtype.itemsize >= F32.itemsize
+            for array, one, kind in zip(arrays, is_float, kinds, strict=True)
+            if kind == 2
+        ]
 
-        def in_dtype(arrays: Sequence[Any], dtype: np.dtype = F32) -> list[Any]:
-            pairs = zip(arrays, kinds, strict=True)
-            floats = [kind != 1 and _is_float(x) and x.dtype != dtype for x, kind in pairs]
+        def in_dtype(dtype: np.dtype) -> list[Any]:
             return [
-                jax.eval_shape(lambda x: x.astype(dtype), x) if is_cast else x
-                for x, is_cast in zip(arrays, floats, strict=True)
+                jax.eval_shape(lambda x: x.astype(dtype), x)
+                if kind != 1 and one and x.dtype != dtype
+                else x
+                for x, one, kind in zip(arrays, is_float, kinds, strict=True)
             ]
 
         scope = dataclasses.replace(current_scope(), traces_own_code=True)
         half = policy.compute_dtype
 
         def inside(scope: Scope, *trees: Any) -> Any:
-            wide = list(itertools.compress(_arrays(trees[2]), is_wide))
+            wide = list(itertools.compress(ArrayTree.divided(trees[2])[0], is_wide))
             with enter(scope), marks.noting_wide_results(wide):
                 return call(*trees)
 
         def again() -> Any:
             second = functools.partial(inside, retracing(scope, half))
-            in_half = functools.partial(in_dtype, dtype=half)
-            return PureCall.of(second, *trees, traced_as=in_half).jaxpr
+            given = {"arguments": arguments, "traced_as": in_dtype(half)}
+            return PureCall.of(second, *trees, **given).jaxpr
 
-        traced = PureCall.of(functools.partial(inside, scope), *trees, traced_as=in_dtype)
+        first = functools.partial(inside, scope)
+        traced = PureCall.of(first, *trees, arguments=arguments, traced_as=in_dtype(F32))
         jaxpr = outlined(with_requests(traced.jaxpr, again, half))
         return cls(dataclasses.replace(traced, jaxpr=jaxpr), policy, kinds, scope)
 
@@ -140,16 +157,6 @@ class OwnCode:
         return list(map(result_of, range(len(evaluated)), body.outvars, evaluated))
 
 
-def _is_float(array: Any) -> bool:
-    """Returns whether an array is floating, of at least 16 bits."""
-    dtype = float_dtype(array)
-    return dtype is not None and dtype.itemsize >= 2
-
-
-def _arrays(tree: Any) -> list[Any]:
-    return ArrayTree.divided(tree)[0]
-
-
 # --------------------------------------------------------------------------------------------------
 # Calls that are repeated without jit
 # --------------------------------------------------------------------------------------------------
@@ -184,7 +191,7 @@ def run(call: ModuleCall, trees: Sequence[Any], policy: Policy, *, key: Hashable
     except TypeError:  # it is not hashable
         key = kept = None
     if kept is None:
-        own = OwnCode.traced(call, trees, policy)
+        own = OwnCode.traced(call, trees, arguments, policy)
         _, consts = opened(own.call.jaxpr)
         of_a_trace = any(isinstance(const, jax.core.Tracer) for const in consts)
         if key is None or own.call.changed or of_a_trace:

@@ -17,6 +17,7 @@ from policy.programs.dtypes import F32
 from policy.programs.marks import ISLAND
 from policy.programs.paths import Path, divided, joined, once
 from policy.programs.primitives import CATEGORY_OF, MATMULS
+from policy.programs.thread import thread
 
 
 class UnknownPrimitiveError(NotImplementedError):
@@ -134,10 +135,10 @@ class Places(dict[Path, Place]):
         settings = self.settings
         if path and path[-1] == marks.UNROUNDED:
             return dataclasses.replace(self[path[:-1]], is_unrounded=True)
-        marked = marks.innermost(path)
+        marked, bare = marks.innermost(path), without_marks(path)
         if isinstance(marked, str):
             return Place(F32, is_layer=True)
-        policy = _rule_policy(settings.rules, without_marks(path))
+        policy = _rule_policy(settings.rules, bare)
         obeyed = policy or settings.policy
         compute, matmul = obeyed.compute_dtype, obeyed.matmul
         precision = precision_within(obeyed, settings.policy)
@@ -149,11 +150,12 @@ class Places(dict[Path, Place]):
             compute, matmul = F32, None
             precision = precision_within(in_island(obeyed), settings.policy)
         may_be_named = settings.narrows and policy is None and compute != F32
-        named = may_be_named and _rule_policy(settings.normalizes, without_marks(path)) is not None
-        name, model = _names(without_marks(path))[-1]
-        note_obeyed(model, name, obeyed)
+        named = may_be_named and _rule_policy(settings.normalizes, bare) is not None
+        if thread.asked is not None:
+            name, model = _names(bare)[-1]
+            note_obeyed(model, name, obeyed)
         region = "applies" if named else None
-        own = _match(settings.rules, without_marks(path)) if path else None
+        own = _match(settings.rules, bare) if path else None
         is_wide = own is not None and own.output_dtype.itemsize > compute.itemsize
         is_ruled, around = policy is not None, settings.around
         return Place(compute, matmul, region, is_ruled, False, precision, around, is_wide)

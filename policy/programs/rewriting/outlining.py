@@ -59,7 +59,7 @@ def outlined(jaxpr: Any) -> Any:
 
     A trace for a report keeps the source line of each equation, and is returned as it is.
     """
-    if thread.keeps_lines:
+    if thread.keeps_lines or len(jaxpr.eqns) < 2 * _SMALLEST:
         return jaxpr
     body, consts = opened(jaxpr)
     items = _items(body)

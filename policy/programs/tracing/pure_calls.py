@@ -119,21 +119,23 @@ class PureCall:
         cls,
         call: Callable[..., Any],
         *trees: Any,
-        traced_as: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+        arguments: Arguments | None = None,
+        traced_as: Sequence[Any] | None = None,
     ) -> PureCall:
         """Traces ``call(*trees)``.
 
         Args:
           call: the function.
           trees: its arguments; leaves that are no arrays are fixed.
-          traced_as: gives the arrays to trace it with, which may have other dtypes; None traces it
-            with those given.
+          arguments: the trees divided into arrays and others, where they are already.
+          traced_as: the arrays to trace it with, which may have other dtypes; None traces it with
+            those given.
 
         Raises:
           UnreturnableError: a leaf of the result is no array, and holds some.
         """
-        arguments = Arguments.of(trees, {})
-        arrays = arguments.arrays if traced_as is None else traced_as(arguments.arrays)
+        arguments = arguments or Arguments.of(trees, {})
+        arrays = arguments.arrays if traced_as is None else traced_as
         noted: list[Any] = []  # no tracers: their trace has ended when this is read
 
         def flat(*arrays: Any) -> list[Any]:
@@ -141,11 +143,12 @@ class PureCall:
             pairs = _pairs(trees, filled, set(), _DEPTH)
             containers = [_Container(ours, one, _copy(one)) for ours, one in pairs]
             try:
-                dynamic, result = ArrayTree.divided(call(*filled))
-                for leaf in result.static:
-                    require_returnable(leaf)
+                outputs = call(*filled)
                 changed = [each for each in containers if each.is_changed]
                 written, contents = ArrayTree.divided([_copy(each.traced) for each in changed])
+                dynamic, result = ArrayTree.divided(outputs)
+                for leaf in result.static:
+                    require_returnable(leaf)
             finally:
                 for each in containers:
                     if each.traced is each.given and each.is_changed:  # the caller's own
