@@ -229,13 +229,27 @@ def run_method(api: Api, call: MethodCall, scope: Scope) -> Any:
         if api.captures and not scope.boundary_open:
             around = None
         precise, held = multiplying(policy, around), _float32_within_autocast(effective)
-        crosses = entered is not None and is_layer
-
-        def run(given: MethodCall) -> Any:
+        takes_any = getattr(type(module), "_takes_inputs_as_they_come", False)
+        given = call if entered is None or takes_any else call.with_inputs_cast(entered)
+        given = given._replace(effective=effective, crosses=entered is not None and is_layer)
+        try:
             with inside, precise, held:
-                return api.run_layer(given._replace(effective=effective, crosses=crosses))
+                outputs = api.run_layer(given)
+        except TypeError as error:
+            explain_scan(error)
+            raise
+        if policy is not None and call.crossing.is_step:
+            outputs = with_given_dtypes(outputs, given_carry(given.args, given.kwargs))
+        if entered is None:
+            return outputs
+        has_carry = call.crossing.returns_carry(module, call.kwargs)
+        outputs, kept = with_kept_outputs(call, outputs)
+        return cast_outputs(scope.returned(entered), outputs, has_carry=has_carry, kept=kept)
 
-        return run_at_boundary(call, run, scope, policy=policy, entered=entered)
+
+def given_carry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the carry that a cell is called with: its first argument, or `carry=`."""
+    return args[0] if args else kwargs.get("carry")
 
 
 def _float32_within_autocast(effective: Effective) -> contextlib.AbstractContextManager[Any]:
@@ -246,45 +260,6 @@ def _float32_within_autocast(effective: Effective) -> contextlib.AbstractContext
     if computes_in_half(policy):
         return contextlib.nullcontext()
     return computes_in(policy.compute_dtype, None, HIGHEST)
-
-
-def run_at_boundary(
-    call: MethodCall,
-    run: Callable[[MethodCall], Any],
-    scope: Scope,
-    *,
-    policy: Policy | None,
-    entered: Policy | None,
-) -> Any:
-    """Runs a call with the casts of its boundary.
-
-    Args:
-      call: the call.
-      run: runs it, with its inputs cast.
-      scope: the scope that the call is made in.
-      policy: the policy that the module obeys.
-      entered: the same where the call is a boundary, else None.
-    """
-    crossing = call.crossing
-    takes_any = getattr(type(call.module), "_takes_inputs_as_they_come", False)
-    given = call if entered is None or takes_any else call.with_inputs_cast(entered)
-    try:
-        outputs = run(given)
-    except TypeError as error:
-        explain_scan(error)
-        raise
-    if policy is not None and crossing.is_step:
-        outputs = with_given_dtypes(outputs, given_carry(given.args, given.kwargs))
-    if entered is None:
-        return outputs
-    has_carry = crossing.returns_carry(call.module, call.kwargs)
-    outputs, kept = with_kept_outputs(call, outputs)
-    return cast_outputs(scope.returned(entered), outputs, has_carry=has_carry, kept=kept)
-
-
-def given_carry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the carry that a cell is called with: its first argument, or `carry=`."""
-    return args[0] if args else kwargs.get("carry")
 
 
 def _kept_positions(method: Callable[..., Any], count: int, keep: Collection[str]) -> set[int]:

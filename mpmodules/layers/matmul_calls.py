@@ -87,7 +87,6 @@ class Product:
       promoted: inputs, kernel and bias as the layer's `promote_dtype` returned them.
       bias: as it is stored, or None.
       operation: Flax's own.
-      hook: the name of the layer's attribute for an operation of the user's own.
       accumulates: whether Flax's operation takes `preferred_element_type`.
     """
 
@@ -97,11 +96,10 @@ class Product:
         promoted: Sequence[Any],
         bias: Array | None,
         operation: Callable[..., Array],
-        hook: str = "",
         *,
         accumulates: bool = True,
     ):
-        given, make = (getattr(layer, name, None) for name in (hook, f"{hook}_cls"))
+        given, make = (getattr(layer, f"{layer._hook}{end}", None) for end in ("", "_cls"))
         given = given if make is None else make()
         self.inputs, self.kernel, self.bias = promoted
         self.operation = operation if given is None else given

@@ -35,6 +35,7 @@ class Layer(Module):
     # Whether a boundary leaves the inputs to the layer: it widens them, or looks them up, before
     # any rounding.
     _takes_inputs_as_they_come: ClassVar[bool] = False
+    _hook: ClassVar[str] = ""  # the attribute for an operation of the user's own, of a matmul
     _numerics: ClassVar[Numerics] = Numerics()  # in a call, an attribute: those of the policy
 
     _policy_fields = dtype_fields  # the dataclass fields to set for a call under a policy

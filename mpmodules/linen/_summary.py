@@ -14,10 +14,7 @@ from flax.core import meta
 from flax.linen import summary as flax_summary
 
 from mpmodules.calls import summary
-from mpmodules.calls.classes import layer_class
 from mpmodules.calls.under_way import linen_calls as calls
-from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
-from mpmodules.linen._resolution import declared_field
 from policy.core.arrays import path_name
 from policy.core.messages import DtypePolicyWarning
 from policy.core.policy import Policy
@@ -25,15 +22,6 @@ from policy.core.precedence import Effective
 from policy.core.scope import Scope, current_scope, enter
 from policy.quantized.array import QuantizedArray
 from policy.quantized.params import stored_by_policy
-
-_MULTIPLYING = (
-    flax_nn.Dense,
-    flax_nn.DenseGeneral,
-    flax_nn.Einsum,
-    flax_nn.Conv,
-    flax_nn.OptimizedLSTMCell,
-)
-
 
 _SIGNATURE = inspect.signature(flax_summary.tabulate)
 
@@ -129,16 +117,6 @@ def tabulate_method(
     return tabulate(module, rngs, policy_columns=policy_columns, **options)(*args, **kwargs)
 
 
-def _may_scale(module: flax_nn.Module) -> bool:
-    """Returns whether the matmuls of a layer, or of a module's layers, run in 8 bits by ``m=``."""
-    layer = layer_class(type(module))
-    if layer is None or not layer._is_layer:
-        return True
-    operation = "conv_general_dilated" if isinstance(module, flax_nn.Conv) else "dot_general"
-    own = declared_field(module, operation), declared_field(module, f"{operation}_cls")
-    return isinstance(module, _MULTIPLYING) and may_multiply_in_8_bits(*own)
-
-
 def _flops(call: _RecordedCall, info: Any, *which: bool) -> tuple[int, int]:
     """Counts FLOPs as Flax does, under the inherited policy: Flax calls each module as a root,
     without path rules.
@@ -201,8 +179,7 @@ class _Recorded:
         if call is not None and call.effective is None:
             call.effective = effective
             self.policies.setdefault(module.path, effective.policy)
-            may_scale = _may_scale(module)
-            call.cells = summary.cells_of(effective.policy, effective.source, may_scale=may_scale)
+            call.cells = summary.cells_of(module, effective.policy, effective.source)
 
     def note_run(
         self, module: flax_nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any

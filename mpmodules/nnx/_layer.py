@@ -67,6 +67,7 @@ class Layer(BuiltWithDtypes):
     # Whether a boundary leaves the inputs to the layer: it widens them, or looks them up, before
     # any rounding.
     _takes_inputs_as_they_come: ClassVar[bool] = False
+    _hook: ClassVar[str] = ""  # the attribute for an operation of the user's own, of a matmul
     _numerics: Numerics = Numerics()  # in a call, those of the policy
 
     def _call_layer(self, call: MethodCall) -> Any:

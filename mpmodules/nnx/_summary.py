@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +13,9 @@ from flax import nnx as flax_nnx
 from flax.nnx import summary as flax_summary
 
 from mpmodules.calls import summary
-from mpmodules.calls.classes import InstanceMethod, is_ours, layer_class
+from mpmodules.calls.classes import InstanceMethod, is_ours
 from mpmodules.calls.under_way import nnx_calls as calls
-from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
-from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
+from mpmodules.tracing.nnx_rebuilding import Rebuilding, stand_in
 
 _OPTIONS = inspect.signature(flax_nnx.tabulate).parameters
 
@@ -57,11 +57,11 @@ def tabulate(obj: Any, *input_args: Any, policy_columns: bool | None = None, **k
       >>> "argument: dtype_policy" in table
       True
     """
-    obj = Rebuilding(lambda node: _recorded_class(type(node)))(obj)
-    with _classes_as_they_were(obj):
-        if policy_columns is False:
-            return flax_nnx.tabulate(obj, *input_args, **kwargs)
-        return _with_columns(obj, input_args, kwargs, policy_columns)
+    class_of = functools.cache(_recorded_class)  # Flax's `tabulate` leaves methods on the classes
+    obj = Rebuilding(lambda node: class_of(type(node)))(obj)
+    if policy_columns is False:
+        return flax_nnx.tabulate(obj, *input_args, **kwargs)
+    return _with_columns(obj, input_args, kwargs, policy_columns)
 
 
 def _with_columns(
@@ -111,7 +111,6 @@ def _runs_noted() -> Iterator[dict[int, tuple[str, Any]]]:
         yield runs
 
 
-@one_per_class
 def _recorded_class(cls: Any) -> Any:
     """Makes the subclass whose methods Flax's `tabulate` is to replace: functions all of them."""
     attributes = {name: inspect.getattr_static(cls, name, None) for name in dir(cls)}
@@ -121,23 +120,6 @@ def _recorded_class(cls: Any) -> Any:
         if isinstance(method, InstanceMethod)
     }
     return stand_in(cls, methods)
-
-
-@contextlib.contextmanager
-def _classes_as_they_were(obj: Any) -> Iterator[None]:
-    """Restores the classes of the copies, whose methods Flax's `tabulate` replaces, leaving
-    inherited ones on them.
-    """
-    before = {type(node): dict(vars(type(node))) for _, node in flax_nnx.iter_graph(obj)}
-    try:
-        yield
-    finally:
-        for cls, attributes in before.items():
-            for name, value in list(vars(cls).items()):
-                if inspect.isfunction(value) and name not in attributes:
-                    delattr(cls, name)
-                elif inspect.isfunction(value) and attributes[name] is not value:
-                    setattr(cls, name, attributes[name])
 
 
 def _cells(obj: Any, path: tuple[Any, ...]) -> summary.Cells:
@@ -151,14 +133,4 @@ def _cells(obj: Any, path: tuple[Any, ...]) -> summary.Cells:
         obj = obj[key] if child is None else child
     if not is_ours(type(obj)):
         return summary.NOT_OURS
-    return summary.cells_of(obj.dtype_policy, obj._policy_source, may_scale=_may_scale(obj))
-
-
-def _may_scale(obj: Any) -> bool:
-    """Returns whether the matmuls of a layer, or of a module's layers, run in 8 bits by ``m=``."""
-    layer = layer_class(type(obj))
-    if layer is None or not layer._is_layer:
-        return True
-    hook = getattr(layer, "_hook", "")
-    own = getattr(obj, hook, None), getattr(obj, f"{hook}_cls", None)
-    return bool(hook) and may_multiply_in_8_bits(*own)
+    return summary.cells_of(obj, obj.dtype_policy, obj._policy_source)

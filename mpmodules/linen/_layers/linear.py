@@ -49,14 +49,13 @@ class Matmul(Layer):
         inputs: jax.Array,
         kernel: jax.Array,
         bias: jax.Array | None,
-        hook: str = "",
         **options: Any,
     ) -> Product:
         """Promotes the operands of a call; see `Product`."""
         layer: Any = self
         promote = functools.partial(layer.promote_dtype, dtype=layer.dtype)
         promoted = matmul_calls.promoted(layer, promote, inputs, kernel, bias)
-        return Product(self, promoted, bias, operation, hook, **options)
+        return Product(self, promoted, bias, operation, **options)
 
 
 class Dense(Matmul, flax_nn.Dense):
@@ -73,12 +72,14 @@ class Dense(Matmul, flax_nn.Dense):
       ((2, 3), dtype(bfloat16), dtype('float32'))
     """
 
+    _hook: ClassVar[str] = "dot_general"
+
     @flax_nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Multiplies inputs (..., in) by the kernel, and adds the bias: (..., features)."""
         kernel = self._kernel((jnp.shape(inputs)[-1], self.features))
         bias = self._bias((self.features,))
-        product = self._product(lax.dot_general, inputs, kernel, bias, "dot_general")
+        product = self._product(lax.dot_general, inputs, kernel, bias)
         return matmul_calls.linear(product, precision=self.precision)
 
 
@@ -91,6 +92,8 @@ class DenseGeneral(Matmul, flax_nn.DenseGeneral):
       >>> y.shape, y.dtype
       ((5, 2, 3), dtype(bfloat16))
     """
+
+    _hook: ClassVar[str] = "dot_general"
 
     @flax_nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -116,7 +119,7 @@ class DenseGeneral(Matmul, flax_nn.DenseGeneral):
         if self.use_bias:
             init = _flattened(self.bias_init, (n * size,))
             bias = self.param("bias", init, (*batch, *features), self.param_dtype)
-        product = self._product(lax.dot_general, inputs, kernel, bias, "dot_general")
+        product = self._product(lax.dot_general, inputs, kernel, bias)
         return matmul_calls.linear_general(product, axis, batch_dims, precision=self.precision)
 
 
@@ -141,6 +144,8 @@ class Einsum(Matmul, flax_nn.Einsum):
       >>> y.shape, y.dtype
       ((2, 3), dtype(bfloat16))
     """
+
+    _hook: ClassVar[str] = "dot_general"
 
     @flax_nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
@@ -178,6 +183,8 @@ class Conv(Matmul, flax_nn.Conv):
       ((1, 6, 6, 8), dtype(bfloat16), dtype('float32'))
     """
 
+    _hook: ClassVar[str] = "conv_general_dilated"
+
     @flax_nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Convolves inputs (batch..., spatial..., in), and adds the bias."""
@@ -190,7 +197,6 @@ class Conv(Matmul, flax_nn.Conv):
             lax.conv_general_dilated,
             kernel=kernel,
             bias=self._bias((self.features,)),
-            hook="conv_general_dilated",
         )
         return matmul_calls.convolve(self, inputs, product_of, feature_group_count=groups)
 

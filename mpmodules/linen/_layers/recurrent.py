@@ -166,6 +166,8 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
+    _hook: ClassVar[str] = "dot_general"
+
     _is_whole: ClassVar[bool] = True
 
     @flax_nn.compact

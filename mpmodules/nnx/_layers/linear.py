@@ -28,19 +28,14 @@ class Matmul(Layer):
     """Base class of the matmul and convolution layers.
 
     The gradient of a half bias is summed in reduction_dtype.
-
-    Attributes:
-      _hook: the layer's attribute for an operation of the user's own, if it has one.
     """
-
-    _hook: ClassVar[str] = ""
 
     def _product(self, operation: Callable[..., jax.Array], inputs: jax.Array) -> Product:
         """Promotes the operands of a call; see `Product`."""
         layer: Any = self
         kernel, bias = as_stored(layer.kernel), None if layer.bias is None else layer.bias[...]
         promoted = matmul_calls.promoted(layer, _promoting(layer), inputs, kernel, bias)
-        return Product(self, promoted, bias, operation, self._hook)
+        return Product(self, promoted, bias, operation)
 
 
 def _promoting(layer: Any) -> Callable[..., Any]:
