@@ -12,7 +12,7 @@ def test_three_objects_hold_what_a_thread_knows() -> None:
     files = house.files(*house.PACKAGES)
     found = [path for path in files if holding.search(path.read_text("utf-8"))]
     assert [path.relative_to(house.ROOT).as_posix() for path in found] == [
-        "mpmodules/calls/boundary.py",  # one for each API
+        "mpmodules/calls/under_way.py",  # one for each API
         "policy/programs/thread.py",
     ]
 
