@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from rich.text import Text  # Flax draws its tables with it
 
-from mpmodules.calls.classes import layer_class
-from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
 from policy.core.policy import Policy
 from policy.core.scope import Source
 
@@ -23,18 +21,13 @@ Cells = tuple[str, str]
 NOT_OURS: Cells = ("", "none: Flax's own")
 
 
-def cells_of(module: Any, policy: Policy | None, source: Source) -> Cells:
+def cells_of(policy: Policy | None, source: Source, *, may_scale: bool) -> Cells:
     """Returns the texts of the two columns for one module, without ``m=`` if it is a layer that has
     no matmul in 8 bits.
     """
     if policy is None:
         return "", "none"
-    layer = layer_class(type(module))
-    if layer is not None and layer._is_layer:
-        operations = (getattr(module, f"{layer._hook}{end}", None) for end in ("", "_cls"))
-        if not (layer._hook and may_multiply_in_8_bits(*operations)):
-            policy = policy.replace(matmul=None)
-    return policy.short, str(source)
+    return (policy if may_scale else policy.replace(matmul=None)).short, str(source)
 
 
 def hooked(module: types.ModuleType, name: str, **names: Any) -> Callable[..., Any]:

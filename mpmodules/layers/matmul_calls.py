@@ -18,6 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import Numerics
+from mpmodules.calls.classes import layer_class
 from mpmodules.functions.functional import add_bias, is_wider, trailing, widen
 from policy.core.arrays import cast_array
 from policy.core.scope import current_scope, enter
@@ -207,9 +208,14 @@ def _in_8_bits(
     return scaled_convolution.scaled_conv(lhs, rhs, by, **windows).astype(dtype)
 
 
-def may_multiply_in_8_bits(operation: Any, operation_cls: Any) -> bool:
-    """Returns whether ``m=`` reaches a layer with these options; None stands for Flax's own."""
-    return operation_cls is None and (operation is None or operation in _IN_8_BITS)
+def may_multiply_in_8_bits(module: Any) -> bool:
+    """Returns whether ``m=`` reaches the matmuls of a layer, or of a module's layers."""
+    layer = layer_class(type(module))
+    if layer is None or not layer._is_layer:
+        return True
+    operation, make = (getattr(module, f"{layer._hook}{end}", None) for end in ("", "_cls"))
+    is_known = make is None and (operation is None or operation in _IN_8_BITS)
+    return bool(layer._hook) and is_known
 
 
 # --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from flax.linen import summary as flax_summary
 
 from mpmodules.calls import summary
 from mpmodules.calls.under_way import linen_calls as calls
+from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
 from policy.core.arrays import path_name
 from policy.core.messages import DtypePolicyWarning
 from policy.core.policy import Policy
@@ -179,7 +180,8 @@ class _Recorded:
         if call is not None and call.effective is None:
             call.effective = effective
             self.policies.setdefault(module.path, effective.policy)
-            call.cells = summary.cells_of(module, effective.policy, effective.source)
+            may_scale = may_multiply_in_8_bits(module)
+            call.cells = summary.cells_of(effective.policy, effective.source, may_scale=may_scale)
 
     def note_run(
         self, module: flax_nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any

@@ -15,6 +15,7 @@ from flax.nnx import summary as flax_summary
 from mpmodules.calls import summary
 from mpmodules.calls.classes import InstanceMethod, is_ours
 from mpmodules.calls.under_way import nnx_calls as calls
+from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
 from mpmodules.tracing.nnx_rebuilding import Rebuilding, stand_in
 
 _OPTIONS = inspect.signature(flax_nnx.tabulate).parameters
@@ -133,4 +134,5 @@ def _cells(obj: Any, path: tuple[Any, ...]) -> summary.Cells:
         obj = obj[key] if child is None else child
     if not is_ours(type(obj)):
         return summary.NOT_OURS
-    return summary.cells_of(obj, obj.dtype_policy, obj._policy_source)
+    may_scale = may_multiply_in_8_bits(obj)
+    return summary.cells_of(obj.dtype_policy, obj._policy_source, may_scale=may_scale)
