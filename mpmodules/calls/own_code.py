@@ -69,9 +69,9 @@ def run(
     """
     if getattr(owner, "keep_inputs", ()):
         policy = policy.replace(cast_inputs=False)
-    is_summary = any(calls.recorded is not None for calls in (linen_calls, nnx_calls))
+    is_summary = linen_calls.recorded is not None or nnx_calls.recorded is not None
     try:
-        with during(is_summary=is_summary):
+        with during(is_summary=True) if is_summary else contextlib.nullcontext():
             return own_code.run(call, trees, policy, key=key)
     except Exception as error:
         raise error.with_traceback(_of_others(error.__traceback__)) from error.__cause__

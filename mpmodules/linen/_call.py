@@ -72,7 +72,7 @@ def is_boundary_name(name: str) -> bool:
 
 def _is_layer(call: MethodCall) -> bool:
     """Returns whether a method is that of a layer which obeys policies itself."""
-    return classes.is_ours(type(call.module)) and runs_library(call)
+    return runs_library(call) and classes.is_ours(type(call.module))
 
 
 def runs_library(call: MethodCall) -> bool:
@@ -89,7 +89,7 @@ def _keeps(module: Any) -> bool:
 def _run_layer(call: MethodCall) -> Any:
     module, has_fields = call.module, getattr(type(call.module), "_dtype_fields", False)
     if call.is_lifted or not has_fields:
-        return call.run(module)
+        return call.method(module, *call.args, **call.kwargs)
     if call.is_upstream:
         return module._call_layer(call)
     with viewed(module, plain_fields(module, call.effective)) as view:
@@ -122,12 +122,10 @@ LINEN = boundary.Api(
 
 def outermost(call: MethodCall) -> Effective | None:
     """Returns the policy of a call whose own code is to be traced; None of other calls."""
-    if call.module.scope is None or _is_layer(call):
+    if call.module.scope is None or _is_layer(call) or _keeps(call.module):
         return None
     scope = current_scope()
-    if scope.traces_own_code or scope.keeps_own_code or _keeps(call.module):
-        return None
-    if not is_boundary_name(call.name):
+    if scope.traces_own_code or scope.keeps_own_code or not is_boundary_name(call.name):
         return None
     effective = effective_policy(call.module, scope)
     return effective if computes_in_half(effective.policy, scope.rules) else None

@@ -330,4 +330,5 @@ def as_stored(after: Any, halves: Mapping[str, Any]) -> Any:
 
 
 def _is_half(leaf: Any) -> bool:
-    return is_floating(leaf) and leaf.dtype.itemsize == 2
+    dtype = getattr(leaf, "dtype", None)
+    return getattr(dtype, "itemsize", 0) == 2 and is_floating(leaf)

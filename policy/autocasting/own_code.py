@@ -130,13 +130,13 @@ class OwnCode:
         The outputs of ``call``, the first of its results, have the dtypes that they were
         computed in; state has the dtypes of the trace.
         """
-        body, consts = opened(self.call.jaxpr)
-        settings = Settings(self.policy, narrows_scans=True, around=precision_around())
-        places = Places(settings, repeated_programs(body))
-        given = dict(zip(body.invars, arrays, strict=True))
         values, states = [], self.states
         outputs = len(states)
-        is_fixed = is_unwritten(body, outputs)
+        body, consts = opened(self.call.jaxpr)
+        repeated, is_fixed = repeated_programs(body), is_unwritten(body, outputs)
+        settings = Settings(self.policy, narrows_scans=True, around=precision_around())
+        places = Places(settings, repeated)
+        given = dict(zip(body.invars, arrays, strict=True))
         for array, variable, kind, is_buffer in zip(
             arrays, body.invars, self.kinds, is_fixed, strict=True
         ):
@@ -192,7 +192,7 @@ def run(call: ModuleCall, trees: Sequence[Any], policy: Policy, *, key: Hashable
         key = kept = None
     if kept is None:
         own = OwnCode.traced(call, trees, arguments, policy)
-        _, consts = opened(own.call.jaxpr)
+        consts = own.call.jaxpr.consts
         of_a_trace = any(isinstance(const, jax.core.Tracer) for const in consts)
         if key is None or own.call.changed or of_a_trace:
             return _returned(own.call, own.states, own.evaluated(*arguments.arrays))
