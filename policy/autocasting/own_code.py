@@ -25,7 +25,6 @@ from policy.autocasting.values import CastValue, cast
 from policy.core.dtypes import precision_around
 from policy.core.policy import Policy
 from policy.core.scope import Scope, current_scope, enter
-from policy.programs import marks
 from policy.programs.dtypes import F32, float_dtype
 from policy.programs.jaxprs import is_unwritten, opened, repeated_programs
 from policy.programs.rewriting.interpreter import run_at_once
@@ -102,8 +101,12 @@ class OwnCode:
 
         def inside(scope: Scope, *trees: Any) -> Any:
             wide = list(itertools.compress(ArrayTree.divided(trees[2])[0], is_wide))
-            with enter(scope), marks.noting_wide_results(wide):
-                return call(*trees)
+            around, thread.wide = thread.wide, wide
+            try:
+                with enter(scope):
+                    return call(*trees)
+            finally:
+                thread.wide = around
 
         def again() -> Any:
             second = functools.partial(inside, retracing(scope, half))

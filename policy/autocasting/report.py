@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from policy.autocasting.settings import without_marks
+from policy.programs.marks import without_marks
 from policy.programs.paths import Path, naming, spelled
 from policy.programs.primitives import MATMULS
 

@@ -135,7 +135,7 @@ class Places(dict[Path, Place]):
         settings = self.settings
         if path and path[-1] == marks.UNROUNDED:
             return dataclasses.replace(self[path[:-1]], is_unrounded=True)
-        marked, bare = marks.innermost(path), without_marks(path)
+        marked, bare = marks.innermost(path), marks.without_marks(path)
         if isinstance(marked, str):
             return Place(F32, is_layer=True)
         policy = _rule_policy(settings.rules, bare)
@@ -164,21 +164,16 @@ class Places(dict[Path, Place]):
         """Returns the half-precision output dtype that a rule gives to this very path, or None."""
         self[path]  # known, for the check of the rules
         rules = self.settings.rules
-        policy = _match(rules, without_marks(path)) if path else None
+        policy = _match(rules, marks.without_marks(path)) if path else None
         output = F32 if policy is None else policy.output_dtype
         return output if output.itemsize < F32.itemsize else None
 
     def check(self, rules: PolicyRules | None) -> None:
         """Raises if a rule matched no path."""
         if rules:
-            paths = map(without_marks, self)
+            paths = map(marks.without_marks, self)
             prefixes = {path[:n] for path in paths for n in range(len(path) + 1)}
             rules.check_places(sorted({name for path in prefixes for name in _names(path)}))
-
-
-def without_marks(path: Path) -> Path:
-    """Returns the path without this library's own scopes, which rules don't match."""
-    return tuple(name for name in path if name != ISLAND and not marks.is_mark(name))
 
 
 def _names(path: Path) -> list[tuple[str, str]]:

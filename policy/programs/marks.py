@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from policy.programs.dtypes import F32, is_floating_dtype
 from policy.programs.jaxprs import Equation
-from policy.programs.thread import during, thread
+from policy.programs.thread import thread
 
 BOUNDARY = "policy_boundary"
 """The scope of the casts where a call crosses from one policy to another."""
@@ -56,6 +56,11 @@ _computes_in: dict[str, tuple[np.dtype, Any, str | None]] = {}
 def is_mark(name: str) -> bool:
     """Returns whether a name on the stack is one of these marks, not that of a module."""
     return name.startswith(REGION)
+
+
+def without_marks(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the path without this library's own scopes, which rules don't match."""
+    return tuple(name for name in path if name != ISLAND and not is_mark(name))
 
 
 def layer() -> contextlib.AbstractContextManager[Any]:
@@ -130,15 +135,6 @@ def returned(array: Any) -> Any:
     if wide is not None and result is not array and array.dtype == F32:
         wide.append(result)
     return result
-
-
-def noting_wide_results(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    """Notes which results were float32 where they were made, for `is_wide_result`.
-
-    Args:
-      inputs: the arguments of the call that were given in float32.
-    """
-    return during(wide=list(inputs))
 
 
 def is_wide_result(array: Any) -> bool:

@@ -259,3 +259,16 @@ def test_an_inner_jit_follows_the_scope(kind):
             assert run(variables, X).dtype == expected
             ops = named(operations(run, variables, X), "dot_general", "mul")
         assert {op.inputs[0] for op in ops} == {expected}
+
+
+def test_a_layers_fields_hold_what_the_user_gave_also_during_a_call():
+    seen: list[Any] = []
+
+    def product(*args: Any, **options: Any) -> Any:
+        seen.append((layer.dtype, layer.param_dtype, args[0].dtype))
+        return jax.lax.dot_general(*args, **options)
+
+    unbound = nn.Dense(3, dot_general=product, dtype_policy="p=f32,c=bf16")
+    layer = unbound.bind({"params": {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3)}})
+    layer(jnp.ones((2, 4)))
+    assert seen == [(None, None, jnp.bfloat16)]
