@@ -130,7 +130,7 @@ def _outermost(call: MethodCall, scope: Scope) -> Policy | None:
     """Returns the policy of a call of own code that is to be traced; None of other calls."""
     if scope.traces_own_code or scope.keeps_own_code or _keeps(call.module):
         return None
-    policy = scope.held(call.module.dtype_policy)
+    policy = effective_policy(call.module, scope).policy
     return policy if computes_in_half(policy) else None
 
 

@@ -279,7 +279,8 @@ def effective_policy(module: Any, scope: Scope) -> Effective:
     """Returns the policy that `module` obeys in a call under `scope`: the one captured, or that of
     an island.
     """
-    policy = scope.held(module.dtype_policy)
+    captured = module.dtype_policy
+    policy = scope.held(captured) if scope.in_full_precision else captured
     return Effective(policy, policy, module._policy_source)
 
 
