@@ -32,7 +32,9 @@ _TABLE: dict[str, dict[str, str]] = {
             unreduced_reduce_scatter_start
             psum psum_invariant: of_moments saved all-reduce
             reduce_scatter: saved reduce-scatter""",
-        "cumulative": "cumlogsumexp cumprod cumsum",
+        "cumulative": """
+            cumlogsumexp cumsum
+            cumprod: steep_at_bounds""",
         "fft": "fft",
         "linalg": """
             cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg
@@ -40,7 +42,7 @@ _TABLE: dict[str, dict[str, str]] = {
             tridiagonal tridiagonal_solve""",
         "reduction": """
             reduce: combines
-            reduce_prod: saved
+            reduce_prod: saved steep_at_bounds
             reduce_sum: of_moments saved""",
         "scatter-sum": "scatter-add scatter-mul scatter-sub: combines",
         "select-sum": "select_and_gather_add select_and_scatter_add",

@@ -102,6 +102,11 @@ def quantize_params(
             "quantize_params takes a tree of parameters: mpmodules.nnx.apply_policy(model, policy) "
             "returns an nnx model with quantized parameters."
         )
+    if axis is not None and not callable(axis):
+        raise TypeError(
+            "axis should be a function of a parameter's path and shape, but got "
+            f"{axis!r}: write axis=lambda path, shape: {axis!r}."
+        )
     held, found = get_policy(policy), as_rules(rules) or PolicyRules()
     if all(each.param_format is None for each in (held, *(one for _, one in found))):
         raise ValueError(

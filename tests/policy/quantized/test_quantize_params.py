@@ -93,6 +93,9 @@ def test_rejections(change, policy_text, error, words):
         quantize_params(change or tree(), policy_text)
     with pytest.raises(ValueError, match="nowhere"):
         quantize_params(tree(), "params=int8", {"nowhere": "bf16"})
+    number: Any = 0
+    with pytest.raises(TypeError, match="lambda path, shape"):
+        quantize_params(tree(), "params=int8", axis=number)
 
 
 def test_frozen_and_trainable():
