@@ -27,31 +27,19 @@ _NO_KEY, _NO_QUERY = np.iinfo(np.int32).min, np.iinfo(np.int32).min + 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Segments:
-    """Ids of queries and keys; a query attends to the keys with its own id.
-
-    Attributes:
-      query: (B..., T), int32.
-      key: (B..., S), int32.
-      reflexive: whether each query has the id of the key at its own position.
-    """
-
-    query: Array
-    key: Array
-    reflexive: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class KnownMask:
     """A mask, as the conjunction of two.
 
     Attributes:
       static: (1 or N, T, S), bool; None keeps all pairs.
-      segments: ids that have to agree, or None.
+      ids: int32, (B..., T) of queries and (B..., S) of keys: a query attends to the keys with its
+        own id. Or nothing.
+      reflexive: whether each query has the id of the key at its own position.
     """
 
-    static: np.ndarray | None
-    segments: Segments | None
+    static: np.ndarray | None = None
+    ids: tuple[Array, ...] = ()
+    reflexive: bool = True
 
 
 def known_mask(mask: Any, query: Array, key: Array) -> KnownMask | None:
@@ -83,7 +71,7 @@ def known_mask(mask: Any, query: Array, key: Array) -> KnownMask | None:
     if not all(term.all() for term in allowed):
         together = functools.reduce(np.logical_and, allowed)
         static = np.broadcast_to(together, (len(together), *lengths))
-    return KnownMask(static, _ids(segments, batch, lengths))
+    return KnownMask(static, *_ids(segments, batch, lengths))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -134,10 +122,11 @@ def _same(one: Along, other: Along) -> bool:
     return one.array is other.array and one.axes == other.axes
 
 
-def _ids(traced: _Traced, batch: Shape, lengths: tuple[int, int]) -> Segments | None:
+def _ids(traced: _Traced, batch: Shape, lengths: tuple[int, int]) -> tuple[tuple[Array, ...], bool]:
+    """Returns the ids of queries and keys, if any, and whether they are reflexive."""
     compared, padded = traced.compared, (traced.queries, traced.keys)
     if not compared and not any(padded):
-        return None
+        return (), True
     ids = []
     for side, padding in enumerate((_NO_KEY, _NO_QUERY)):
         place, shape = len(batch) + 1 + side, (*batch, lengths[side])
@@ -148,7 +137,7 @@ def _ids(traced: _Traced, batch: Shape, lengths: tuple[int, int]) -> Segments | 
             found = jnp.where(_spread(valid, place, shape).astype(bool), found, jnp.int32(padding))
         ids.append(found)
     is_own = lengths[0] == lengths[1] and len({id(side.array) for side in compared}) == 1
-    return Segments(*ids, reflexive=is_own and not any(padded))
+    return tuple(ids), is_own and not any(padded)
 
 
 def _spread(term: Along, place: int, shape: Shape) -> Array:

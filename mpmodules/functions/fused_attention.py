@@ -20,7 +20,7 @@ from jax.lax import PrecisionLike
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from mpmodules.functions.attention_masks import KnownMask, Segments, known_mask
+from mpmodules.functions.attention_masks import KnownMask, known_mask
 from mpmodules.functions.cudnn_attention import cudnn_attention, widest_head
 from mpmodules.functions.sharded_attention import Shards, shards_of
 from mpmodules.functions.splash_attention import Splash, splash_attention
@@ -142,7 +142,7 @@ def fused_kernel(
     obstacles |= _splash_obstacles(query, key, value, bias)
     kinds = {_varies_over(x) for x in (query, key, value)}
     obstacles["operands that vary over different axes of shard_map"] = len(kinds) > 1
-    pairs = KnownMask(None, None)
+    pairs = KnownMask()
     if mask is not None and not any(obstacles.values()):  # else not read: it may be on a device
         pairs, of_mask = _known_pairs(mask, query, key, shards)
         obstacles |= of_mask
@@ -151,10 +151,9 @@ def fused_kernel(
     if any(obstacles.values()):
         return Choice(None, _listed(obstacles))
     how = Splash.of(pairs.static, is_causal, insists, soft_cap, shards)
-    lengths = query.shape[-3], key.shape[-3]
-    hides = _may_hide_all_keys(how, pairs.segments, *lengths)
+    hides = _may_hide_all_keys(how, pairs, query.shape[-3], key.shape[-3])
     kernel: Any = _kernel_with_uniform_rows if hides else splash_attention
-    return Choice(_splash(kernel, how, pairs.segments), "splash")
+    return Choice(_splash(kernel, how, pairs.ids), "splash")
 
 
 def _known_pairs(
@@ -162,7 +161,7 @@ def _known_pairs(
 ) -> tuple[KnownMask, dict[str, bool]]:
     """Returns a mask as it is known while tracing, and what of it keeps splash attention away."""
     found = known_mask(mask, query, key)
-    pairs = found or KnownMask(None, None)
+    pairs = found or KnownMask()
     by_head = pairs.static is not None and len(pairs.static) > 1
     split = shards is not None and bool(shards.heads)
     unknown = "a mask that is not known while tracing, or differs within the batch"
@@ -187,12 +186,11 @@ def _reject(implementation: str, obstacles: dict[str, bool]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _splash(kernel: Callable[..., Array], how: Splash, segments: Segments | None) -> Attention:
+def _splash(kernel: Callable[..., Array], how: Splash, ids: tuple[Array, ...]) -> Attention:
     """Returns splash attention of the pairs that are kept."""
     run: Any = functools.partial(kernel, how)
     if not how.insists:
         run = cached_inline_jit(_on_tpu, kernel, how)
-    ids = () if segments is None else (segments.query, segments.key)
     return lambda *operands: run(*_repeated(how.shards, *operands), *ids)
 
 
@@ -215,17 +213,15 @@ def _kernel_with_uniform_rows(
     return jnp.where(has_key, splash_attention(how, query, key, value, *ids), mean)
 
 
-def _may_hide_all_keys(how: Splash, segments: Segments | None, queries: int, keys: int) -> bool:
+def _may_hide_all_keys(how: Splash, pairs: KnownMask, queries: int, keys: int) -> bool:
     """Returns whether a query may have no key left."""
     static, before = None if how.mask is None else how.mask.array, how.window[0]
     if static is not None and not static.any(-1).all():
         return True
     if before is not None and queries - before > keys:
         return True
-    if segments is None:
-        return False
     has_own = static is None or bool(np.diagonal(static, axis1=1, axis2=2).all())
-    return not (segments.reflexive and has_own)  # a window keeps a query's own position
+    return bool(pairs.ids) and not (pairs.reflexive and has_own)  # a window keeps its own position
 
 
 def _splash_obstacles(
@@ -278,7 +274,7 @@ def _cudnn(
     such: the kernel then skips blocks, where it adds other masks to all logits.
     """
     pairs = None if mask is None else known_mask(mask, query, key)
-    if pairs is not None and pairs.segments is None:
+    if pairs is not None and not pairs.ids:
         how = Splash.of(pairs.static, is_causal, False, None, None)
         if how.mask is None and how.window in (CAUSAL, (None, None)):
             mask, is_causal = None, how.window == CAUSAL

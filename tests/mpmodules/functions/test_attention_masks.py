@@ -23,8 +23,8 @@ def whole(known: KnownMask) -> Any:
     mask: Any = jnp.ones((1, 1, 1, 1), bool)
     if known.static is not None:
         mask = mask & known.static[None]
-    if known.segments is not None:
-        query, key = known.segments.query, known.segments.key
+    if known.ids:
+        query, key = known.ids
         mask = mask & (query[:, None, :, None] == key[:, None, None, :])
     return jnp.broadcast_to(mask, (2, mask.shape[1], T, T))
 
@@ -114,7 +114,7 @@ def test_a_mask_of_shapes_and_of_comparisons_is_read_while_tracing(kind):
     def read(tokens):
         known = known_mask(make(tokens), QUERY, QUERY)
         assert known is not None
-        assert (known.static is not None, known.segments is not None) == (has_static, has_segments)
+        assert (known.static is not None, bool(known.ids)) == (has_static, has_segments)
         return whole(known)
 
     wanted = np.asarray(make(TOKENS)).astype(bool)
