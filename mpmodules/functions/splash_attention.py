@@ -106,11 +106,12 @@ class Splash:
         return functools.reduce(jnp.logical_and, masks)
 
 
-def _in_window(window: Window, queries: int, keys: int) -> Array:
-    """Returns the mask of a window, (T, S)."""
-    ahead = jnp.arange(keys)[None, :] - jnp.arange(queries)[:, None]
+def _in_window(window: Window, queries: int, keys: int, numpy: Any = jnp) -> Any:
+    """Returns the mask of a window, (T, S), as an array of `jax.numpy` or NumPy."""
     before, after = window
-    inside = jnp.ones((queries, keys), bool)
+    ahead = numpy.arange(keys, dtype=np.int32)[None, :]
+    ahead = ahead - numpy.arange(queries, dtype=np.int32)[:, None]
+    inside = numpy.ones((queries, keys), bool)
     inside = inside if before is None else inside & (ahead >= -before)
     return inside if after is None else inside & (ahead <= after)
 
@@ -121,14 +122,8 @@ def _window_of(allowed: np.ndarray) -> Window | None:
     after, before = int(allowed[0, 0].sum()) - 1, int(allowed[0, :, 0].sum()) - 1
     if heads != 1 or after < 0 or before < 0:
         return None
-    ahead = np.arange(keys, dtype=np.int32)[None] - np.arange(queries, dtype=np.int32)[:, None]
     window = None if before == queries - 1 else before, None if after == keys - 1 else after
-    inside = np.ones((queries, keys), bool)
-    if window[0] is not None:
-        inside &= ahead >= -before
-    if window[1] is not None:
-        inside &= ahead <= after
-    return window if np.array_equal(inside, allowed[0]) else None
+    return window if np.array_equal(_in_window(window, queries, keys, np), allowed[0]) else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -193,19 +188,16 @@ def _run(how: Splash, stage: str, *operands: Array) -> list[Array]:
     return how.shards.map(run, operands, results.get(stage, [rank] * 3))
 
 
-def _log_sum(query: Any) -> Any:
-    """Returns the aval of the logarithms of the softmax's denominators: (B..., N, T), float32."""
-    *batch, queries, heads, _ = query.shape
-    shape = (*batch, heads, queries)
-    sharding = query.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
-    return query.update(shape=shape, dtype=jnp.dtype(jnp.float32), sharding=sharding)
-
-
 @_kernel_p.def_abstract_eval
 def _kernel_avals(query: Any, key: Any, value: Any, *_: Any, how: Splash, stage: str) -> list[Any]:
     if stage == "backward":
         return [query, key, value]
-    return [query] if stage == "forward" else [query, _log_sum(query)]
+    if stage == "forward":
+        return [query]
+    *batch, queries, heads, _ = query.shape
+    shape = (*batch, heads, queries)  # of the logarithms of the softmax's denominators
+    sharding = query.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
+    return [query, query.update(shape=shape, dtype=jnp.dtype(jnp.float32), sharding=sharding)]
 
 
 @functools.lru_cache(maxsize=256)
