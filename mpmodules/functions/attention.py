@@ -127,12 +127,12 @@ def dot_product_attention(
     check_shapes(query, key, value)
     attend = functools.partial(
         _attention,
-        is_causal=is_causal,
         precision=precision,
+        value_scale=value_scale,
+        is_causal=is_causal,
         reduction_dtype=jnp.dtype(reduction_dtype),
         soft_cap=soft_cap,
         key_scale=key_scale,
-        value_scale=value_scale,
     )
     heads, key_heads = query.shape[-2], key.shape[-2]
     is_each_or_all = all(
@@ -168,18 +168,14 @@ def _attention(
     bias: Array | None,
     mask: Array | None,
     *,
-    is_causal: bool,
     precision: PrecisionLike,
-    reduction_dtype: DTypeLike,
-    soft_cap: float | None,
-    key_scale: Array | None,
     value_scale: Array | None,
+    **options: Any,
 ) -> Array:
     """Computes attention of as many query heads as key heads, or of any number by XLA's grouped
-    matmuls.
+    matmuls. `options` are those of `_logits`.
     """
-    options = (is_causal, precision, None, reduction_dtype, soft_cap, key_scale)
-    logits = _logits(query, key, bias, mask, *options)
+    logits = _logits(query, key, bias, mask, precision, **options)
     if value_scale is not None:
         return _weighted_codes(precision, logits, value, value_scale)
     if not key.shape[-3]:  # no exponential to divide by
@@ -321,8 +317,8 @@ def dot_product_attention_weights(
       ((2, 4, 5, 5), dtype('float32'))
     """
     check_shapes(query, key)
-    options = (is_causal, precision, einsum, reduction_dtype, soft_cap, key_scale)
-    logits = _logits(query, key, bias, mask, *options)
+    options = (is_causal, reduction_dtype, soft_cap, key_scale, einsum)
+    logits = _logits(query, key, bias, mask, precision, *options)
     if dtype is None or logits.dtype == dtype:
         return jax.nn.softmax(logits, axis=-1)
     return cached_inline_jit(_rounded_softmax, jnp.dtype(dtype))(logits)
@@ -333,12 +329,12 @@ def _logits(
     key: Array,
     bias: Array | None,
     mask: Array | None,
-    is_causal: bool,
     precision: PrecisionLike,
-    einsum: Callable[..., Array] | None,
+    is_causal: bool,
     reduction_dtype: DTypeLike,
     soft_cap: float | None,
-    key_scale: Array | None = None,
+    key_scale: Array | None,
+    einsum: Callable[..., Array] | None = None,
 ) -> Array:
     """Computes q k^T / sqrt(H) + bias, masked: (B..., N, T, S), the matmul's accumulator in
     `reduction_dtype`.
