@@ -338,7 +338,6 @@ COMPLEMENTS: dict[str, Any] = {
     "a normal probability": lambda x: jnp.log(1 - jax.scipy.special.ndtr(x / 3)),
     "a maximum": lambda x: jnp.arctanh(jnp.tanh(x / 2).max(-1)),
     "stick breaking": lambda x: jnp.cumprod(1 - jax.nn.sigmoid(x), -1),
-    "a product": lambda x: jnp.prod(1 - jax.nn.sigmoid(x), -1),
     "side by side": lambda x: jnp.sqrt(jnp.stack([1 - jnp.tanh(x / 2), 1 + jnp.tanh(x / 2)])),
 }
 

@@ -1,5 +1,7 @@
 """Trees of quantized parameters: conversion, casts, gradients, optimizers, own code."""
 
+from typing import Any
+
 import flax.linen
 import jax
 import jax.numpy as jnp
@@ -93,7 +95,7 @@ def test_rejections(change, policy_text, error, words):
         quantize_params(change or tree(), policy_text)
     with pytest.raises(ValueError, match="nowhere"):
         quantize_params(tree(), "params=int8", {"nowhere": "bf16"})
-    number: Any = 0
+    number: Any = 0  # not a function
     with pytest.raises(TypeError, match="lambda path, shape"):
         quantize_params(tree(), "params=int8", axis=number)
 
