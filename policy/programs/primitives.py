@@ -63,10 +63,10 @@ _TABLE: dict[str, dict[str, str]] = {
             erf_inv: gentle steep_at_bounds steep_at_one
             exp: elementwise reads_logits
             integer_pow: elementwise powers gentle of_moments steep_at_bounds
-            log: elementwise infinite_at_zero steep_at_bounds
+            log: elementwise steep_at_bounds
             pow: elementwise steep_at_bounds
             reciprocal: elementwise gentle steep_at_bounds
-            rsqrt: elementwise infinite_at_zero square_roots gentle steep_at_bounds
+            rsqrt: elementwise square_roots gentle steep_at_bounds
             square: elementwise powers gentle of_moments""",
         "trig": "cos sin",
         "window": """
@@ -486,9 +486,6 @@ SQUARE_ROOTS = _with("square_roots")
 
 POWERS = _with("powers")
 """Integer powers: float16 has no range for them."""
-
-INFINITE_AT_ZERO = _with("infinite_at_zero")
-"""Functions of one number that are infinite at zero."""
 
 DIVIDES = frozenset(("div", "integer_pow", "log", "log1p", "pow", "rem", "rsqrt"))
 """Not finite at zero, or at minus one: quotients, logarithms and powers."""

@@ -363,8 +363,8 @@ class Program:
             return ""
         return (
             f"Random numbers are drawn in {' and '.join(dtypes)}, and the reference is given the "
-            "same ones: no error shows what their few values change. policy.audit finds draws "
-            "that need float32."
+            "same ones: no error shows what their few values change. Draw in float32 where it "
+            "matters, as for rare events and for ranks."
         )
 
     def compiled(self, run: Callable[..., Any], *before: Any) -> Any:

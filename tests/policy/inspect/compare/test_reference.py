@@ -340,4 +340,4 @@ def test_float32_draws_the_same_numbers_as_half_precision(draw, dtype):
     found = compare(DRAWS[draw], jax.random.key(2), x)
     assert found.error < 8 * jnp.finfo(dtype).eps, found
     note = found.notes[0]
-    assert note.startswith(f"Random numbers are drawn in {dtype}") and "policy.audit" in note
+    assert note.startswith(f"Random numbers are drawn in {dtype}") and "Draw in float32" in note
