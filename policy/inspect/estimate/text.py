@@ -13,7 +13,6 @@ from policy.inspect.render.text import (
     amount,
     bytes_text,
     duration,
-    printable,
     short,
     wrapped,
 )
@@ -29,69 +28,58 @@ _STYLES = {True: "good", False: "bad", None: "dim"}
 
 def table_of(estimate: EstimateRows) -> Table:
     """Returns the table of an estimate's figures, without columns that no row has."""
-    rows, names = estimate.rows, [printable(row.name) for row in estimate.rows]
-    # Ratios of steps of several sizes say nothing.
-    are_alike = len({row.batch for row in rows}) == 1
-
-    def column(
-        head: str, value: Callable[[PolicyCost], Any], form: Callable[[Any], str], **options: Any
-    ) -> Column:
-        return Column(head, list(map(value, rows)), form, **options)
-
-    def memory(part: str, **options: Any) -> Column:
-        # The compiler may give up without any figure.
-        is_known = lambda row: row.memory or not row.is_exhausted  # noqa: E731
-        value = lambda row: getattr(row, part) if is_known(row) else None  # noqa: E731
-        return column(part, value, bytes_text, **options)
-
-    least, most = ([mark if row.is_lower_bound else "" for row in rows] for mark in ("≥", "≤"))
-    verdicts = column("fits", verdict, str, side="<", styles=[_STYLES[row.fits] for row in rows])
-    front = column("front", lambda row: "*" if row in estimate.front else "", str, side="<")
-    parts = ["arguments", "temporaries", "outputs"]
-    if any(row.code * 100 >= row.memory > 0 for row in rows):
-        parts.append("code")
-    figures = [
-        column("on the host", lambda row: row.host or None, bytes_text),
-        column("bytes", lambda row: row.bytes, bytes_text, is_compared=are_alike),
-        column("cycles", lambda row: row.cycles, amount),
-        column("seconds", lambda row: row.seconds, duration, is_compared=are_alike, marks=least),
-        *(
-            [column("in sequence", lambda row: row.sequential_seconds, duration, marks=least)]
-            if overlaps(estimate)
-            else []
-        ),
-        column(
-            "an example",
-            lambda row: row.seconds_per_example,
-            duration,
-            is_compared=True,
-            marks=least,
-        ),
-        column("MFU", lambda row: row.mfu, "{:.1%}".format, marks=most),
-        *(
-            [column("exchanges", exchanged_bytes, bytes_text, is_compared=are_alike)]
-            if any(row.collectives for row in rows)
-            else []
-        ),
-    ]
+    columns = (*_memory_columns(estimate), *_time_columns(estimate))
     return Table(
         "row" if estimate.is_search else "policy",
-        names,
-        [
-            *([verdicts] if any(row.fits is not None for row in rows) else []),
-            *([front] if estimate.is_search and estimate.front else []),
-            memory("memory", is_compared=are_alike),
-            *map(memory, parts),
-            column("matmul FLOPs", lambda row: flops_text(row.matmul_flops), str, side="<"),
-            *(one for one in figures if any(value is not None for value in one.values)),
-        ],
+        [row.name for row in estimate.rows],
+        [one for one in columns if any(value is not None for value in one.values)],
     )
 
 
-def verdict(row: PolicyCost) -> str:
+def _memory_columns(estimate: EstimateRows) -> Iterator[Column]:
+    rows, has_front = estimate.rows, estimate.is_search and estimate.front
+    styles = [_STYLES[row.fits] for row in rows]
+    yield Column("fits", [verdict(row) for row in rows], side="<", styles=styles)
+    if has_front:
+        yield Column("front", ["*" if row in estimate.front else "" for row in rows], side="<")
+    has_code = any(row.code * 100 >= row.memory > 0 for row in rows)
+    for part in ("memory", "arguments", "temporaries", "outputs", *["code"][: int(has_code)]):
+        # The compiler may give up without any figure.
+        known = [getattr(row, part) if row.memory or not row.is_exhausted else None for row in rows]
+        yield Column(part, known, bytes_text, is_compared=part == "memory" and _are_alike(rows))
+    yield Column("on the host", [row.host or None for row in rows], bytes_text)
+
+
+def _time_columns(estimate: EstimateRows) -> Iterator[Column]:
+    rows, are_alike = estimate.rows, _are_alike(estimate.rows)
+    least, most = ([mark if row.is_lower_bound else "" for row in rows] for mark in ("≥", "≤"))
+
+    def column(head: str, value: str, form: Callable[[Any], str], **options: Any) -> Column:
+        return Column(head, [getattr(row, value) for row in rows], form, **options)
+
+    yield Column("matmul FLOPs", [flops_text(row.matmul_flops) for row in rows], side="<")
+    yield column("bytes", "bytes", bytes_text, is_compared=are_alike)
+    yield column("cycles", "cycles", amount)
+    yield column("seconds", "seconds", duration, is_compared=are_alike, marks=least)
+    if overlaps(estimate):
+        yield column("in sequence", "sequential_seconds", duration, marks=least)
+    yield column("an example", "seconds_per_example", duration, is_compared=True, marks=least)
+    yield column("MFU", "mfu", "{:.1%}".format, marks=most)
+    if any(row.collectives for row in rows):
+        yield Column(
+            "exchanges", list(map(exchanged_bytes, rows)), bytes_text, is_compared=are_alike
+        )
+
+
+def _are_alike(rows: Sequence[PolicyCost]) -> bool:
+    """Returns whether rows compare: ratios of steps of several sizes say nothing."""
+    return len({row.batch for row in rows}) == 1
+
+
+def verdict(row: PolicyCost) -> str | None:
     """Returns whether a row fits, and by how much: "fits, 3.1 GiB spare" or "lacks 4.2 GiB"."""
     if row.fits is None:
-        return UNKNOWN
+        return None
     spare = row.spare or 0
     if row.fits:
         return f"fits, {bytes_text(spare)} spare"
