@@ -263,32 +263,38 @@ def _reading(nodes: Any) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------
 
 
+def children_of(node: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """Returns the modules and variables that a node holds, in lists, tuples and dicts too, and the
+    keys to each.
+    """
+    held = vars(node)
+    if getattr(node, "_pytree__is_pytree", False):
+        held = {name: value for name, value in held.items() if node._pytree__nodes.get(name)}
+    leaves = jax.tree_util.tree_leaves_with_path(held, is_leaf=is_child)
+    return [
+        (tuple(jax.tree_util.keystr((key,), simple=True) for key in path), leaf)
+        for path, leaf in leaves
+        if is_child(leaf)
+    ]
+
+
+def is_child(x: Any) -> bool:
+    return isinstance(x, flax_nnx.Pytree | flax_nnx.Variable)
+
+
 def own_params(module: Any, kind: type = flax_nnx.Param) -> Iterator[tuple[str, Any]]:
-    """Yields the parameters that a module holds itself, in lists, tuples and dicts too, by
-    attribute.
+    """Yields the parameters that a module holds itself, in containers too, by attribute; none of
+    other modules.
 
     Args:
-      module: the module.
+      module: the module, or a container.
       kind: of variables to yield.
     """
-    for name, attribute in vars(module).items():
-        if not name.startswith(("_pytree__", "_object__")):
-            yield from ((name, param) for param in _params_in(attribute, kind))
-
-
-def _params_in(value: Any, kind: type) -> Iterator[Any]:
-    """Yields the variables that an attribute of a module is, or holds in containers, but none of
-    other modules.
-    """
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for leaf in jax.tree.leaves(value, is_leaf=is_reference):
-            if isinstance(leaf, kind) or _is_container(leaf):
-                yield from _params_in(leaf, kind)
-    elif _is_container(value):
-        for held in vars(value).values():
-            yield from _params_in(held, kind)
+    for (name, *_), child in children_of(module):
+        if isinstance(child, kind):
+            yield name, child
+        elif _is_container(child):
+            yield from ((name, param) for _, param in own_params(child, kind))
 
 
 def _is_container(value: Any) -> bool:

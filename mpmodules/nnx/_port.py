@@ -21,7 +21,7 @@ from mpmodules.calls.classes import (
     port_options,
     warn_where_dropped,
 )
-from mpmodules.nnx._call import install_boundaries
+from mpmodules.nnx._call import children_of, install_boundaries, is_child
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._quantized import quantized_like
@@ -160,7 +160,7 @@ def store_quantized(
             continue
         stored[id(variable)] = made
         held, replaced = getattr(module, names[0]), {id(variable): made}
-        after = jax.tree.map(lambda x, by=replaced: by.get(id(x), x), held, is_leaf=_is_child)
+        after = jax.tree.map(lambda x, by=replaced: by.get(id(x), x), held, is_leaf=is_child)
         setattr(module, names[0], after)
 
 
@@ -274,25 +274,6 @@ def adopt_children(module: Any, policy: Policy | None) -> None:
         _obey(ours, *((policy, source) if rule is None else of_rule(rule)))
         ours._explicit_dtype = module._explicit_dtype  # it was given what the policy says
         setattr(module, name, ours)
-
-
-def children_of(node: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Returns the modules and variables that a node holds, in lists, tuples and dicts too, and the
-    keys to each.
-    """
-    held = vars(node)
-    if getattr(node, "_pytree__is_pytree", False):
-        held = {name: value for name, value in held.items() if node._pytree__nodes.get(name)}
-    leaves = jax.tree_util.tree_leaves_with_path(held, is_leaf=_is_child)
-    return [
-        (tuple(jax.tree_util.keystr((key,), simple=True) for key in path), leaf)
-        for path, leaf in leaves
-        if _is_child(leaf)
-    ]
-
-
-def _is_child(x: Any) -> bool:
-    return isinstance(x, flax_nnx.Pytree | flax_nnx.Variable)
 
 
 # --------------------------------------------------------------------------------------------------
