@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from policy.core.arrays import alike_varying
@@ -39,19 +37,15 @@ class _Matmul(ScaledOperation):
     Attributes:
       contracted, batch, free: axes of the left operand and of the right one.
       dtype: that the result is rounded to.
-      sharding: of the result, as in `jax.lax.dot_general`, or None.
-      shardings: of the operands where the axes of their mesh are explicit, otherwise None.
     """
 
     contracted: _Pair
     batch: _Pair
     free: _Pair
     dtype: np.dtype
-    sharding: Any
-    shardings: tuple[Any, Any]
 
     def product(self, lhs: Array, rhs: Array) -> Array:
-        return self._multiplied(lhs, rhs, (self.contracted, self.batch), self.sharding, self.dtype)
+        return self._multiplied(lhs, rhs, (self.contracted, self.batch), self.dtype)
 
     def beside_result(self, scale: Array, side: int) -> Array:
         kept = (*self.batch[side], *self.free[side])
@@ -68,24 +62,21 @@ class _Matmul(ScaledOperation):
         self, side: int, cotangent: Array, other: Array, scale: Array | None, dtype: DTypeLike
     ) -> Array:
         numbers, axes = self._transposed(side)
-        sharding = self._of_gradient(side, axes)
         if scale is None:
             out = dtype if dtype == other.dtype else jnp.float32
-            product = lax.dot_general(
-                cotangent, other, numbers, preferred_element_type=out, out_sharding=sharding
-            )
+            product = lax.dot_general(cotangent, other, numbers, preferred_element_type=out)
         else:
-            product = self._multiplied(cotangent, other, numbers, sharding, dtype)
+            product = self._multiplied(cotangent, other, numbers, dtype)
             rows = lax.squeeze(scale, self.summed_for(side))
             product = product * lax.expand_dims(rows, range(rows.ndim, product.ndim))
         return jnp.transpose(product, [axes.index(place) for place in range(len(axes))])
 
     def _multiplied(
-        self, lhs: Array, rhs: Array, numbers: DimensionNumbers, sharding: Any, dtype: DTypeLike
+        self, lhs: Array, rhs: Array, numbers: DimensionNumbers, dtype: DTypeLike
     ) -> Array:
         """Returns the float32 product of codes and codes, of a gradient or result of `dtype`."""
         accumulation = self.accumulation(lhs.dtype, dtype)
-        product = lax.dot_general(lhs, rhs, numbers, out_sharding=sharding, **accumulation)
+        product = lax.dot_general(lhs, rhs, numbers, **accumulation)
         return product.astype(jnp.float32)
 
     def _of_result(self, side: int) -> tuple[int, ...]:
@@ -105,14 +96,6 @@ class _Matmul(ScaledOperation):
         # The other operand's contracted axes follow, in its order, not in the pairs' order.
         pairs = sorted(zip(self.contracted[other], self.contracted[side], strict=True))
         return numbers, (*self.batch[side], *self.free[side], *(axis for _, axis in pairs))
-
-    def _of_gradient(self, side: int, axes: Sequence[int]) -> Any:
-        """Returns the sharding of an operand's gradient with its axes in another order."""
-        sharding = self.shardings[side]
-        if sharding is None:
-            return None
-        names = (*sharding.spec, *[None] * (len(axes) - len(sharding.spec)))
-        return NamedSharding(sharding.mesh, PartitionSpec(*(names[axis] for axis in axes)))
 
 
 @jax.tree_util.register_static
@@ -187,10 +170,6 @@ def scaled_dot_general(
     Raises:
       NotImplementedError: the gradient is differentiated again, or forward mode is evaluated.
     """
-    shardings = explicit_sharding(jax.typeof(lhs)), explicit_sharding(jax.typeof(rhs))
-    if by.blocks is not None and any(shardings):
-        multiply = functools.partial(scaled_dot_general, by=by, weight=weight, dtype=dtype)
-        return _with_auto_axes(multiply, lhs, rhs, dimension_numbers, out_sharding)
     warn_if_emulated(by)
     contracted, batch = ((tuple(pair[0]), tuple(pair[1])) for pair in dimension_numbers)
     lhs_free, rhs_free = (
@@ -205,33 +184,33 @@ def scaled_dot_general(
         "batch": batch,
         "free": (lhs_free, rhs_free),
         "dtype": jnp.dtype(dtype),
-        "sharding": out_sharding,
-        "shardings": shardings,
     }
-    left, right = alike_varying(lhs, rhs)
-    if by.blocks is None:
+    plain = functools.partial(
+        lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding
+    )
+    multiply: Any
+    if by.blocks is not None:
+        matmul = _BlockMatmul(**fields, shapes=(lhs.shape, rhs.shape))
+        multiply, operands = functools.partial(_multiplied_in_blocks, matmul), (lhs, rhs)
+    else:
         codes = quantize_for(lhs, contracted[0], by), quantize_for(rhs, contracted[1], by)
-        return in_8_bits(_Matmul(**fields), left, right, codes).astype(dtype)
-    matmul = _BlockMatmul(**fields, shapes=(lhs.shape, rhs.shape))
+        multiply = functools.partial(in_8_bits, _Matmul(**fields))
+        operands = (*alike_varying(lhs, rhs), codes)
+    if out_sharding is not None or any(explicit_sharding(jax.typeof(x)) for x in (lhs, rhs)):
+        # XLA places what is inside, where blocks merge axes that several shardings may divide.
+        placed: Any = jax.eval_shape(plain, lhs, rhs).sharding
+        axes = placed.mesh.explicit_axes
+        multiply = jax.sharding.auto_axes(multiply, axes=axes, out_sharding=placed)
+    return multiply(*operands).astype(dtype)
+
+
+def _multiplied_in_blocks(matmul: _BlockMatmul, lhs: Array, rhs: Array) -> Array:
+    left, right = alike_varying(lhs, rhs)
     codes, saved = (
         (matmul.coded(lhs, layout(0)), matmul.coded(rhs, layout(1)))
         for layout in (matmul.layout, matmul.saved_layout)
     )
-    return in_8_bits(matmul, left, right, codes, saved=saved).astype(dtype)
-
-
-def _with_auto_axes(
-    multiply: Any, lhs: Array, rhs: Array, numbers: DimensionNumbers, out_sharding: Any
-) -> Array:
-    """Returns ``multiply(lhs, rhs, numbers)`` on a mesh of explicit axes, placed as a plain matmul.
-
-    Blocks merge axes, of which explicit shardings may divide several: XLA places what is inside.
-    """
-    plain = functools.partial(lax.dot_general, dimension_numbers=numbers, out_sharding=out_sharding)
-    placed = jax.eval_shape(plain, lhs, rhs).sharding
-    inside: Any = functools.partial(multiply, dimension_numbers=numbers)
-    placing: Any = jax.sharding.auto_axes(inside, out_sharding=placed)
-    return placing(lhs, rhs)
+    return in_8_bits(matmul, left, right, codes, saved=saved)
 
 
 def scaled_einsum(
