@@ -16,6 +16,7 @@ from policy.autocasting.source_lines import (
     GIVEN,
     PROMOTED,
     cast_by,
+    names_dtypes,
     normalization_of,
     writers,
 )
@@ -48,14 +49,14 @@ class Lines(list[Equation]):
 
     Attributes:
       with_rules: the equations of functions with derivative rules of their own and matmuls.
-      around: the equations that hold programs with matmuls, and the matmuls of layers. The frames
-        of an equation end where JAX traces the program that it is in.
+      calls: the equations of calls with matmuls inside, whose lines are not those of the caller,
+        and the matmuls of layers.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.with_rules: list[Equation] = []
-        self.around: list[Equation] = []
+        self.calls: list[Equation] = []
 
     def note(self, equation: Equation) -> None:
         """Adds an equation that is a matmul, or has derivative rules."""
@@ -72,6 +73,8 @@ class SecondTrace(Lines):
 
     Attributes:
       operands: what their operands are.
+      lines: the innermost equations that lines of a user's run: they, or calls around them.
+      around: the one of the call under way, or None.
       casts: the code of functions that cast to float32.
       elementwise: the elementwise equations, and whether lines cast all of their operands.
       normalizations: squares of Flax's normalizations in compute_dtype.
@@ -86,6 +89,8 @@ class SecondTrace(Lines):
         self.normalizations: list[Equation] = []
         self.of_layers: list[Equation] = []
         self.operands: list[list[str]] = []
+        self.lines: list[Equation] = []
+        self.around: Equation | None = None
         self.casts: set[Any] = set()
         body, _ = opened(jaxpr)
         wide = RECEIVED if of_casts else OTHER
@@ -113,16 +118,21 @@ class SecondTrace(Lines):
             return self._results_of_layer(equation, values, results)
         self.note(equation)
         inside, before = subprograms(equation), len(self.operands)
+        around = self.around
+        line = equation if around is None or writers(equation) else around
+        self.around = line
         for one in inside:
             if one.is_run and one.operands is not None:
                 made = self.run(one.body, one.given(values))
                 results = made if len(made) == len(results) else results
+        self.around = around
         if inside:
             if all(CAST in operands for operands in self.operands[before:]):
                 self.casting.add(id(equation))
             return results
         if name in primitives.MATMULS:
             self.operands.append(values)
+            self.lines.append(line)
             return results
         if name in _ELEMENTWISE and results[0]:
             self.elementwise.append((equation, set(_scaled(equation, values)) == {CAST}))
@@ -146,16 +156,21 @@ class SecondTrace(Lines):
         return [ASKED] if is_asked and moves and len(results) == 1 else results
 
 
-def elementwise_of(body: OpenJaxpr) -> Iterator[Equation]:
-    """Yields the elementwise equations of a program, in the order of `SecondTrace`."""
+def elementwise_of(
+    body: OpenJaxpr, around: Equation | None = None
+) -> Iterator[tuple[Equation, Equation]]:
+    """Yields the elementwise equations of a program, in the order of `SecondTrace`, each with the
+    innermost equation around it, or itself, that a line of a user's runs.
+    """
     for equation in equations_of(body):
         if is_of_layer(equation):
             continue
+        line = equation if around is None or writers(equation) else around
         if equation.primitive.name in _ELEMENTWISE and _of(equation.outvars[0].aval):
-            yield equation
+            yield equation, line
         for one in subprograms(equation):
             if one.is_run and one.operands is not None:
-                yield from elementwise_of(one.body)
+                yield from elementwise_of(one.body, line)
 
 
 def _of(aval: Any) -> str:
@@ -195,3 +210,9 @@ def rule_of(equation: Equation) -> Any:
     params = equation.params
     rule = params.get("jvp_jaxpr_fun") or params.get("fwd_jaxpr_thunk")
     return getattr(rule, "f", rule)
+
+
+def speaks_backward(equation: Equation) -> bool:
+    """Returns whether a function's backward rule, which no line around it names, names dtypes."""
+    code = getattr(getattr(equation.params.get("bwd"), "f", None), "__code__", None)
+    return code is not None and names_dtypes(code)

@@ -99,12 +99,12 @@ def _shifts(node: Node) -> bool:
     """Returns whether an operation adds a number to a value, or subtracts it, beyond an epsilon."""
     if node.name not in primitives.FORWARD_ADDITIONS:
         return False
-    numbers = map(_number, node.inputs)
-    return any(number is not None and abs(number) > _EPSILON for number in numbers)
+    numbers = map(_magnitude, node.inputs)
+    return any(number is not None and number > _EPSILON for number in numbers)
 
 
-def _number(value: Value) -> float | None:
-    """Returns the number of a literal, or of an array that a literal is repeated in."""
+def _magnitude(value: Value) -> float | None:
+    """Returns that of the number of a literal, or of an array that a literal is repeated in."""
     while value.number is None and value.maker is not None and value.maker.name in COPIES:
         value = value.maker.inputs[0]
-    return None if value.number is None else float(value.number)
+    return None if value.number is None else float(abs(value.number))

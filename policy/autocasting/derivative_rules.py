@@ -10,7 +10,7 @@ import jax
 
 from policy.autocasting.evaluator import Evaluator
 from policy.autocasting.operations import opaque_kind
-from policy.autocasting.requests import with_requests_of_rule
+from policy.autocasting.requests import with_requests_of_backward, with_requests_of_rule
 from policy.autocasting.settings import UnknownPrimitiveError
 from policy.autocasting.values import CastValue, Values, cast
 from policy.programs.dtypes import float_dtype
@@ -132,16 +132,10 @@ class _VjpRules:
 
     def forward(self, *given: Any) -> tuple[list[Any], list[Any]]:
         """Returns the results and the residuals of the rewritten function."""
-        programs = self._traced(self.equation, given)
-        forward, self.backward = (
-            with_requests_of_rule(
-                program,
-                self.equation,
-                lambda second, i=i: self._traced(second, given)[i],
-                self.compute,
-            )
-            for i, program in enumerate(programs)
-        )
+        forward, backward = self._traced(self.equation, given)
+        again = lambda second: self._traced(second, given)[0]  # noqa: E731
+        forward = with_requests_of_rule(forward, self.equation, again, self.compute)
+        self.backward = with_requests_of_backward(backward, self.equation, self.compute)
         results = Body(self.inside, forward, self.values).arrays(*given)
         count = len(self.equation.outvars)
         return results[:count], results[count:]

@@ -55,14 +55,14 @@ def matmuls_and_kept(body: OpenJaxpr, found: Lines) -> list[Equation]:
         if equation.primitive.name in primitives.CASTS:
             atoms += equation.invars if marks.mark_of(equation) == marks.KEPT else ()
         elif is_of_layer(equation):
-            found.around += [equation] if equation.primitive.name in primitives.MATMULS else []
+            found.calls += [equation] if equation.primitive.name in primitives.MATMULS else []
         else:
             found.note(equation)
             before = len(found)
             for one in subprograms(equation):
                 if one.is_run and one.operands is not None:
                     kept += matmuls_and_kept(one.body, found)
-            found.around += [equation] if len(found) > before else []
+            found.calls += [equation] if len(found) > before else []
     return [*kept, *_makers_of(body, atoms)] if atoms else kept
 
 

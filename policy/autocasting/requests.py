@@ -29,6 +29,7 @@ from policy.autocasting.cast_flow import (
     SecondTrace,
     elementwise_of,
     rule_of,
+    speaks_backward,
 )
 from policy.autocasting.marked_program import matmuls_and_kept, with_marks
 from policy.autocasting.source_lines import (
@@ -74,8 +75,9 @@ def with_requests(
     first = Lines()
     body, _ = opened(jaxpr)
     kept = dict.fromkeys(map(id, matmuls_and_kept(body, first)), marks.UNROUNDED)
-    is_asked = is_rule or speaks([*first, *first.around])
-    is_asked = is_asked or any(map(is_by_caster, elementwise_of(body)))
+    is_asked = is_rule or speaks([*first, *first.calls])
+    is_asked = is_asked or any(map(speaks_backward, first.with_rules))
+    is_asked = is_asked or any(is_by_caster(line) for _, line in elementwise_of(body))
     said = kept | (_said(jaxpr, first, again, half, of_casts) if is_asked else {})
     return with_marks(jaxpr, said, {}) if said else jaxpr
 
@@ -97,9 +99,23 @@ def with_requests_of_rule(
     return with_requests(rule, lambda: again(second), half, is_rule=True, of_casts=of_casts)
 
 
+def with_requests_of_backward(rule: Any, equation: Equation, half: np.dtype) -> Any:
+    """Returns the program of a backward rule marked as `with_requests` does, as
+    `with_requests_of_rule` of other rules.
+    """
+    second, of_casts = _second.get(rule_of(equation), (None, False))
+    program = None if second is None else _backward.get(rule_of(second))
+    if program is None:
+        return rule
+    return with_requests(rule, lambda: program, half, is_rule=True, of_casts=of_casts)
+
+
 _second: weakref.WeakKeyDictionary[Any, tuple[Equation, bool]] = weakref.WeakKeyDictionary()
 """Equations of second traces, and whether they cast, by the derivative rules of those of the first.
 """
+
+_backward: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Programs of backward rules in second traces, by the forward rules."""
 
 
 def retracing(scope: Scope, half: np.dtype) -> Scope:
@@ -120,13 +136,17 @@ def _trace_rule(equation: Equation) -> None:
             given = dict(zip(places, floats, strict=True))
             return bind(equation, [given.get(i, array) for i, array in enumerate(arrays)])
 
-        return jax.vjp(function, *(arrays[i] for i in places))[0]
+        outputs, pullback = jax.vjp(function, *(arrays[i] for i in places))
+        return jax.tree.leaves(pullback), outputs
 
     with (
         contextlib.suppress(Exception),
         enter(retracing(current_scope(), np.dtype(thread.traced_dtype))),
     ):
-        jax.eval_shape(differentiated, *avals)
+        saved, outputs = jax.eval_shape(differentiated, *avals)
+        if (backward := equation.params.get("bwd")) is not None:
+            traced = jax.make_jaxpr(backward.call_wrapped)(*saved, *outputs)
+            _backward[rule_of(equation)] = traced
 
 
 def _said(
@@ -151,8 +171,10 @@ def _said(
         for old, new in zip(first.with_rules, second.with_rules, strict=True):
             _second[rule_of(old)] = new, id(new) in second.casting
     said: dict[int, str] = {}
-    for equation, line, operands in zip(first, second, second.operands, strict=True):
-        request = _request(line, operands[:2])
+    for equation, same, line, operands in zip(
+        first, second, second.lines, second.operands, strict=True
+    ):
+        request = _request(same, operands[:2])
         if request == "told" and CAST not in operands and not second.casts & writers(line):
             request = ""  # computed from a cast that another function wrote
         if request == "told" or said.get(id(equation), request) != request:
@@ -187,7 +209,7 @@ def _said_elementwise(jaxpr: Any, second: SecondTrace) -> dict[int, str]:
     float32. A program that several calls run is marked if all of them ask for it.
     """
     found, is_asked = zip(*second.elementwise, strict=True) if second.elementwise else ((), ())
-    first = list(elementwise_of(opened(jaxpr)[0])) if any(is_asked) else []
+    first = [each for each, _ in elementwise_of(opened(jaxpr)[0])] if any(is_asked) else []
     if list(map(kind, first)) != list(map(kind, found)):
         return {}
     others = {id(each) for each, asks in zip(first, is_asked, strict=True) if not asks}

@@ -141,6 +141,12 @@ def _speaks(code: types.CodeType) -> bool:
     return any(map(_SPEAKS.search, (*code.co_names, *texts)))
 
 
+@functools.lru_cache(4096)
+def names_dtypes(code: types.CodeType) -> bool:
+    """Returns whether a function, or one inside it, names a cast or a dtype of a result."""
+    return any(map(_speaks, _with_nested(code)))
+
+
 def is_by_caster(equation: Equation) -> bool:
     """Returns whether the function that runs an equation casts to float32, or tells a
     normalization of Flax's how to compute.

@@ -227,6 +227,11 @@ def promote(h: Any, w: Any) -> Any:
     return h.astype(dtype) @ w.astype(dtype)
 
 
+def promote_operands(h: Any, w: Any, dtype: Any = None) -> Any:
+    dtype = jnp.promote_types(h.dtype, w.dtype) if dtype is None else dtype
+    return h.astype(dtype) @ w.astype(dtype)
+
+
 def closure(h: Any, w: Any) -> Any:
     w = w.astype(f32)
     return jax.jit(lambda h: h.astype(f32) @ w)(h)
@@ -269,6 +274,25 @@ def custom_jvp(f: Any) -> Any:
     return wrapped
 
 
+@jax.custom_vjp
+def casts_backward(h: Any, w: Any) -> Any:
+    return h @ w
+
+
+def backward_of_casts(operands: Any, g: Any) -> Any:
+    h, w = operands
+    of_h = g.astype(f32) @ w.astype(f32).T
+    of_w = jnp.einsum("btd,btf->df", h.astype(f32), g.astype(f32))
+    return of_h.astype(h.dtype), of_w.astype(w.dtype)
+
+
+casts_backward.defvjp(lambda h, w: (h @ w, (h, w)), backward_of_casts)
+
+
+def one_in_float32_backward(facts: Any) -> bool:
+    return in_bf16(facts) and {dot[:2] for dot in facts.backward} == {("float32", "float32")}
+
+
 def mesh() -> Any:
     return jax.set_mesh(jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,)))
 
@@ -308,9 +332,22 @@ BODIES: dict[str, tuple[Check, Callable[..., Any]]] = {
     "casts in einsum": (in_float32, lambda h, w: jnp.einsum("btd,df->btf", *cast(h, w))),
     "casts in a convolution": (in_float32, lambda h, w: conv(*cast(h, w))),
     "casts to promote_types": (in_float32, promote),
-    "casts to a field": (plain, lambda h, w: h.astype(FIELDS.dtype) @ w.astype(FIELDS.dtype)),
+    "casts to a field": (
+        plain,
+        lambda h, w, fields=FIELDS: h.astype(fields.dtype) @ w.astype(fields.dtype),
+    ),
     "casts, and back": (only_in_float32, lambda h, w: cast_both(h, w).astype(h.dtype)),
     "x.astype(x.dtype)": (plain, lambda h, w: h.astype(h.dtype) @ w.astype(h.dtype)),
+    "astype(float)": (in_float32, lambda h, w: h.astype(float) @ w.astype("f4")),
+    "casts to promote_types of the operands": (plain, promote_operands),
+    "casts of a jitted matmul": (
+        in_float32, lambda h, w: jax.jit(jnp.matmul)(h.astype(f32), w.astype(f32))),
+    "preferred of a jitted dot": (
+        wide, lambda h, w: jax.jit(partial(jnp.dot, preferred_element_type=f32))(h, w)),
+    "silu(x.astype(f32))": (has("logistic"), lambda h, w: ten(jax.nn.silu(h.astype(f32)))),
+    "casts in a custom_vjp's backward": (one_in_float32_backward, casts_backward),
+    "jnp.var(dtype=f32)": (unrounded, partial(times, reduce=jnp.var, dtype=f32)),
+    "jnp.nanmean(dtype=bf16)": (rounded, partial(times, reduce=jnp.nanmean, dtype=bf16)),
     "casts to f16": (
         partial(multiplies, dtype="float16"), lambda h, w: h.astype(f16) @ w.astype(f16)),
     "casts to bf16": (in_bf16, lambda h, w: h.astype(bf16) @ w.astype(bf16)),
@@ -424,12 +461,12 @@ def beside(made: Part, call: Any = lambda layer, h: layer(h)) -> Text:
     )
 
 
-def lifted(name: str, **options: Any) -> Any:
-    """A dense layer in a lifted transformation, and its call."""
-    is_scan = name == "scan"
+def lifted(name: str, inner: Any = None, **options: Any) -> Any:
+    """A part, or a dense layer of options, in a lifted transformation, and its call."""
+    is_scan, inner = name == "scan", inner or dense(8, 10, **options)
 
     def linen_module(nn: Any) -> Any:
-        step = Text(lambda self, carry, h: (carry, self.d(h)), d=dense(8, 10, **options))
+        step = Text(lambda self, carry, h: (carry, self.d(h)), d=inner)
         axes = {"variable_broadcast": "params", "split_rngs": {"params": False}} if is_scan else {}
         return getattr(nn, name)(step.linen_class(nn), **axes)()
 
@@ -439,7 +476,7 @@ def lifted(name: str, **options: Any) -> Any:
         axes = {"in_axes": (None, 0), "out_axes": 0} if is_scan else {}
         return getattr(ns, name)(lambda layer, h: layer(h), **axes)(layer, h)
 
-    return {"layer": layer(linen_module, dense(8, 10, **options).nnx), "call": call}
+    return {"layer": layer(linen_module, inner.nnx), "call": call}
 
 
 def with_option(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -455,10 +492,10 @@ def attend(ns: Any, layer: Any, h: Any) -> Any:
     return layer.attend(h)
 
 
-def tied(ns: Any, layer: Any, h: Any) -> Any:
+def tied(ns: Any, layer: Any, h: Any, multiply: Any = SAID["preferred="][0]) -> Any:
     table = layer.embedding
     table = table[...] if isinstance(table, flax.nnx.Variable) else table
-    return jnp.dot(h, table.T, preferred_element_type=f32)
+    return multiply(h, table.T)
 
 
 def of_ten(ns: Any, layer: Any, h: Any) -> Any:
@@ -506,6 +543,8 @@ LAYERS = [
     *(R(name, check, layer=made) for name, (check, made) in OPERATIONS_OF_LAYERS.items()),
     *(R(f"nn.{n}(precision=)", at_as_jax("HIGHEST"), **lifted(n, **highest))
       for n in ("remat", "jit", "scan")),
+    *(R(f"{said} in nn.{n}", check, **lifted(n, own_module(body)))
+      for n in ("remat", "scan") for said, (body, check) in SAID.items()),
     R("Embed(dtype=f32).attend", in_float32, layer=embed(dtype=f32), call=attend, expect=DIFFERS,
       columns=NO_PORT),
     R("Dense(dtype=bf16) in float32", in_bf16, layer=Dense(dtype=bf16), policy="float32",
@@ -528,6 +567,8 @@ LAYERS = [
     R("attention(force_fp32_for_softmax=)", has("exp"), columns=LINEN,
       layer=Attention(force_fp32_for_softmax=True)),
     R("tied head, preferred", wide, layer=embed(), call=tied),
+    R("tied head, casts", in_float32, layer=embed(), call=partial(tied, multiply=cast_both)),
+    R("attend by a rule with o=f32", wide, layer=embed(), call=attend, rules={"layer": WIDER}),
     R("attend in full_precision()", in_float32, layer=embed(), call=within(full_precision, attend)),
     R("LayerNorm(dtype=f32)", unrounded, layer=layer_norm(10, dtype=f32), call=of_ten,
       expect=DIFFERS, columns=NO_PORT),

@@ -179,6 +179,7 @@ FLOAT32: dict[str, Any] = {
     "in a checkpoint": jax.checkpoint(lambda h: jnp.fft.rfft(h).real),
     "in a custom_jvp": spectrum,
     "complex matmul": lambda h: (lax.complex(h, h) @ lax.complex(h, 2 * h)).real,
+    "complex quotient": lambda h: (1 / (lax.complex(jnp.tanh(h), h) + 2j)).real,
     "complex conv": lambda h: lax.conv(lax.complex(h, h)[None, None], KERNEL, (1, 1), "SAME").real,
     "cholesky": lambda h: jnp.linalg.cholesky(positive(h)),
     "svd": lambda h: jnp.linalg.svd(positive(h), compute_uv=False),
