@@ -49,14 +49,15 @@ class Lines(list[Equation]):
 
     Attributes:
       with_rules: the equations of functions with derivative rules of their own and matmuls.
-      calls: the equations of calls with matmuls inside, whose lines are not those of the caller,
-        and the matmuls of layers.
+      calls: the equations of calls with matmuls inside, whose lines are not those of the caller.
+      layers: the matmuls of layers.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.with_rules: list[Equation] = []
         self.calls: list[Equation] = []
+        self.layers: list[Equation] = []
 
     def note(self, equation: Equation) -> None:
         """Adds an equation that is a matmul, or has derivative rules."""

@@ -55,7 +55,7 @@ def matmuls_and_kept(body: OpenJaxpr, found: Lines) -> list[Equation]:
         if equation.primitive.name in primitives.CASTS:
             atoms += equation.invars if marks.mark_of(equation) == marks.KEPT else ()
         elif is_of_layer(equation):
-            found.calls += [equation] if equation.primitive.name in primitives.MATMULS else []
+            found.layers += [equation] if equation.primitive.name in primitives.MATMULS else []
         else:
             found.note(equation)
             before = len(found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -77,7 +78,8 @@ def with_requests(
     kept = dict.fromkeys(map(id, matmuls_and_kept(body, first)), marks.UNROUNDED)
     is_asked = is_rule or speaks([*first, *first.calls])
     is_asked = is_asked or any(map(speaks_backward, first.with_rules))
-    is_asked = is_asked or any(is_by_caster(line) for _, line in elementwise_of(body))
+    lines = itertools.chain(first.layers, (line for _, line in elementwise_of(body)))
+    is_asked = is_asked or any(map(is_by_caster, lines))
     said = kept | (_said(jaxpr, first, again, half, of_casts) if is_asked else {})
     return with_marks(jaxpr, said, {}) if said else jaxpr
 

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import policy
 from mpmodules import linen, nnx, use_policy
-from policy.inspect.audit.findings import ACCUMULATOR, DEQUANTIZED, UNSCALED
+from policy.inspect.audit.findings import ACCUMULATOR, UNSCALED
 from policy.testing import assert_dots_in, assert_matmuls_obey
 from tests.mpmodules.apis import APIS, BOTH, Text, dense, layer, layer_norm
 from tests.mpmodules.test_summary import CONSOLE, cells
@@ -379,8 +379,6 @@ def test_a_policy_is_applied_by_the_scope_where_every_matmul_is_of_int8():
 @pytest.mark.parametrize(
     ("operation", "dtype", "kind"),
     [
-        ("Fp8DotGeneralOp", jnp.bfloat16, DEQUANTIZED),
-        ("NANOOFp8DotGeneralOp", jnp.bfloat16, DEQUANTIZED),
         ("Fp8DirectDotGeneralOp", jnp.float16, ACCUMULATOR),
         ("Fp8DirectDotGeneralOp", jnp.bfloat16, None),
     ],
@@ -398,7 +396,7 @@ def test_flaxs_own_operations_in_8_bits_are_told_apart(operation, dtype, kind):
     report = policy.audit(loss, params, others, X, backward=True, params=0)
     found = {(f.kind, f.is_backward) for f in report.findings}
     assert kind is None or {(kind, False), (kind, True)} <= found
-    assert not {kind for kind, _ in found} & ({UNSCALED, DEQUANTIZED, ACCUMULATOR} - {kind})
+    assert not {kind for kind, _ in found} & ({UNSCALED, ACCUMULATOR} - {kind})
 
 
 def test_an_audit_counts_flops_of_matmuls_by_width():
