@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from policy.inspect.audit.findings import Finding
@@ -197,19 +198,18 @@ class ModuleNode:
     """A module, or the root above all modules.
 
     Attributes:
-      path: its path, its names joined by "/".
       operations: the operations in the module itself.
       children: the modules directly below, by name, in program order.
     """
 
-    path: str
     operations: list[Operation] = dataclasses.field(default_factory=list)
     children: dict[str, ModuleNode] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def figures(self) -> AuditFigures:
         """The totals of the operations in the module and below."""
-        return AuditFigures(tuple(op for node in self.walk() for op in node.operations))
+        below = (child.figures.operations for child in self.children.values())
+        return AuditFigures((*self.operations, *itertools.chain.from_iterable(below)))
 
     @property
     def flops(self) -> int:
@@ -224,30 +224,16 @@ class ModuleNode:
             return ""
         return ", ".join(f"{width} {share:.0%}" for width, share in shares.items())
 
-    def at(self, path: str) -> Iterator[ModuleNode]:
-        """Yields this node and those on the way to a path below, creating them if needed."""
-        node = self
-        yield node
-        for name in parts_of(path):
-            between = "" if node.path.endswith(":") or not node.path else "/"
-            above = f"{node.path}{between}{name}"
-            node = node.children.setdefault(name, ModuleNode(above))
-            yield node
-
-    def walk(self) -> Iterator[ModuleNode]:
-        """Yields this node and all below it, each before its children."""
-        yield self
-        for child in self.children.values():
-            yield from child.walk()
-
 
 def tree_of(operations: Iterable[Operation]) -> ModuleNode:
     """Returns the tree of all paths of operations.
 
     Operations of a model's own code come before those of its modules.
     """
-    root = ModuleNode("")
+    root = ModuleNode()
     for operation in sorted(operations, key=lambda one: not one.path.endswith(":")):
-        *_, module = root.at(operation.path)
+        module = root
+        for name in parts_of(operation.path):
+            module = module.children.setdefault(name, ModuleNode())
         module.operations.append(operation)
     return root
