@@ -133,7 +133,8 @@ def estimate(
     target = on if isinstance(on, Target) else Target(on)
     found: list[tuple[MadeCall, Placement, CompiledRow]] = []
     search = search_of(batch, remat, mesh, target)
-    require_parameters(fn, not args and not kwargs, list(search.options))
+    options = [name for name in ("batch", "remat") if search[name]]
+    require_parameters(fn, not args and not kwargs, options)
     with traced_for(target.devices[0]):
         candidates, ruled = rows_of_search(rows_of(policies), search, max_compiles), as_rules(rules)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import inspect
 import itertools
@@ -88,28 +87,11 @@ def require_names(row: Candidate, jaxpr: Any) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class SearchSpace:
-    """Values to combine with policies; none leaves an option to the example.
-
-    Attributes:
-      batches: values of the example's option `batch`.
-      remats: names of checkpoint policies; the example's option `remat` is the policy.
-      meshes: axes and their sizes.
-    """
-
-    batches: tuple[int, ...] = ()
-    remats: tuple[str, ...] = ()
-    meshes: tuple[Mesh, ...] = ()
-
-    @property
-    def options(self) -> dict[str, tuple[Any, ...]]:
-        """The options of the example that are searched."""
-        given = {"batch": self.batches, "remat": self.remats}
-        return {name: values for name, values in given.items() if values}
+Search = Mapping[str, tuple[Any, ...]]
+"""Values of "batch", "remat" and "mesh" to combine with policies; () leaves one to the example."""
 
 
-def search_of(batch: Any, remat: Any, mesh: Any, target: Target) -> SearchSpace:
+def search_of(batch: Any, remat: Any, mesh: Any, target: Target) -> Search:
     """Returns the values that `policy.estimate` is given.
 
     Raises:
@@ -138,7 +120,7 @@ def search_of(batch: Any, remat: Any, mesh: Any, target: Target) -> SearchSpace:
         twice = next((one for i, one in enumerate(values) if one in values[:i]), None)
         if twice is not None:
             raise ValueError(f"{name} has {twice!r} twice: drop one.")
-    return SearchSpace(batches, remats, meshes)
+    return {name: values for name, (_, values) in given.items()}
 
 
 def _several(given: Any) -> tuple[Any, ...]:
@@ -173,7 +155,7 @@ def require_parameters(fn: Any, is_example: bool, options: Sequence[str]) -> Non
 
 
 def rows_of_search(
-    candidates: Sequence[Candidate], search: SearchSpace, max_compiles: int
+    candidates: Sequence[Candidate], search: Search, max_compiles: int
 ) -> tuple[Candidate, ...]:
     """Returns each candidate with each batch, each checkpoint policy and each mesh.
 
@@ -185,13 +167,13 @@ def rows_of_search(
         `max_compiles`.
     """
     for candidate in candidates:
-        if both := set(candidate.options) & set(search.options):
-            option = min(both)
+        if option := next((name for name in candidate.options if search.get(name)), None):
             raise ValueError(
                 f"The row {candidate.name!r} has the option {option!r}, and {option}= gives it to "
                 "all rows: drop one."
             )
-    values = (candidates, search.batches, search.remats, search.meshes)
+    batches, remats, meshes = (search[name] for name in ("batch", "remat", "mesh"))
+    values = (candidates, batches, remats, meshes)
     counts = [max(len(each), 1) for each in values]
     if math.prod(counts) > max(max_compiles, len(candidates)):
         words = zip(counts, ("policies", "batches", "remats", "meshes"), strict=True)
@@ -200,9 +182,7 @@ def rows_of_search(
             f"The search compiles {math.prod(counts)} programs ({product}), more than max_compiles="
             f"{max_compiles}: give fewer values, or max_compiles={math.prod(counts)}."
         )
-    combined = itertools.product(
-        candidates, search.batches or (None,), search.remats or ("",), search.meshes or (None,)
-    )
+    combined = itertools.product(candidates, batches or (None,), remats or ("",), meshes or (None,))
     return tuple(_row(*one, [count > 1 for count in counts]) for one in combined)
 
 

@@ -15,7 +15,6 @@ from policy.inspect.estimate.costing import model_flops
 from policy.inspect.estimate.rows import PolicyCost
 from policy.inspect.estimate.search import (
     CHECKPOINT_POLICIES,
-    SearchSpace,
     remat_policy,
     rows_of_search,
     search_of,
@@ -57,17 +56,21 @@ def estimate(fn: Any = example, *args: Any, **options: Any) -> Any:
 MESHES = ({"data": 8}, {"data": 4, "fsdp": 2})
 
 
+def space(batch: Any = (), remat: Any = (), mesh: Any = ()) -> dict[str, Any]:
+    return {"batch": batch, "remat": remat, "mesh": mesh}
+
+
 @pytest.mark.parametrize(
     ("policies", "search", "names"),
     [
-        (["f32", "bf16"], SearchSpace(), ["float32", "bfloat16"]),
-        (["f32"], SearchSpace((8,), ("full",), MESHES[:1]), ["float32"]),
-        (["f32"], SearchSpace((8, 16)), ["batch=8", "batch=16"]),
-        (["f32"], SearchSpace((), ("full",), MESHES), ["data=8", "data=4 fsdp=2"]),
-        (["f32", "bf16"], SearchSpace((), ("full",), MESHES[:1]), ["float32", "bfloat16"]),
+        (["f32", "bf16"], space(), ["float32", "bfloat16"]),
+        (["f32"], space((8,), ("full",), MESHES[:1]), ["float32"]),
+        (["f32"], space((8, 16)), ["batch=8", "batch=16"]),
+        (["f32"], space((), ("full",), MESHES), ["data=8", "data=4 fsdp=2"]),
+        (["f32", "bf16"], space((), ("full",), MESHES[:1]), ["float32", "bfloat16"]),
         (
             {"a": "f32", "b": ("bf16", {"rate": 3})},
-            SearchSpace((8, 16), ("none", "names:x,y")),
+            space((8, 16), ("none", "names:x,y")),
             [
                 f"{name}, batch={batch}, remat={remat}"
                 for name in "ab"
@@ -82,7 +85,7 @@ def test_a_rows_name_has_what_differs(policies, search, names):
 
 
 def test_a_row_has_one_value_of_each():
-    search = SearchSpace((8, 16), ("full",), MESHES)
+    search = space((8, 16), ("full",), MESHES)
     *_, row = rows_of_search(rows_of({"a": ("bf16", {"rate": 3})}), search, 24)
     nothing = jax.checkpoint_policies.nothing_saveable
     assert row.options == {"rate": 3, "batch": 16, "remat": nothing}
@@ -90,7 +93,7 @@ def test_a_row_has_one_value_of_each():
 
 
 def test_a_row_without_a_search_may_have_a_batch_among_its_options():
-    [row] = rows_of_search(rows_of([("bf16", {"batch": 4})]), SearchSpace(), 24)
+    [row] = rows_of_search(rows_of([("bf16", {"batch": 4})]), space(), 24)
     assert (row.name, row.batch, row.remat, row.mesh) == ("bfloat16, batch=4", 4, "", None)
 
 
@@ -147,10 +150,10 @@ def test_a_name_that_no_value_has_is_rejected():
 
 
 def test_more_programs_are_compiled_where_that_is_asked_for():
-    search, rows = SearchSpace(tuple(range(1, 31))), rows_of(["f32"])
+    search, rows = space(tuple(range(1, 31))), rows_of(["f32"])
     assert len(rows_of_search(rows, search, 30)) == 30
     many = rows_of({str(i): "f32" for i in range(30)})  # named one by one
-    assert len(rows_of_search(many, SearchSpace(), 24)) == 30
+    assert len(rows_of_search(many, space(), 24)) == 30
 
 
 # --------------------------------------------------------------------------------------------------
@@ -294,6 +297,6 @@ def test_the_json_of_a_search_has_its_front_and_options():
 
 def test_the_values_of_a_call_become_those_of_a_search():
     target = Target("cpu")
-    assert search_of(None, None, None, target) == SearchSpace()
-    assert search_of(8, "full", {"data": 1}, target) == SearchSpace((8,), ("full",), ({"data": 1},))
-    assert search_of([8, 4], ("none",), None, target) == SearchSpace((8, 4), ("none",))
+    assert search_of(None, None, None, target) == space()
+    assert search_of(8, "full", {"data": 1}, target) == space((8,), ("full",), ({"data": 1},))
+    assert search_of([8, 4], ("none",), None, target) == space((8, 4), ("none",))
