@@ -32,7 +32,6 @@ from policy.programs.jaxprs import combines_by
 from policy.programs.reading.graph import Node, Value, is_joint
 from policy.programs.reading.walk import written_at
 
-_MIXES = ops.ADDITIONS | ops.SCALINGS  # operations of sums and averages
 _ZEROS = ops.UPDATES | {"pad"}  # make arrays that are mostly zero
 _MOST = 0.5  # the smallest share, if known, that counts as a running average
 
@@ -52,52 +51,30 @@ def narrowed_carries(flow: Flow) -> Iterator[Finding]:
     for carries in loops.values():
         gates = _gates_of((node.out, node.inputs[1]) for node in carries)
         for node in carries:
-            if is_narrow(node.out.dtype) and (why := _loss_of(node, carries, gates)):
+            if is_narrow(node.out.dtype) and (why := _loss_of(node, gates)):
                 what = f"{shape_of(node.out)} is carried from one iteration of the {node.site.name}"
                 yield finding(CARRY, node, f"{what} to the next, {why} Carry it in float32.")
 
 
-def _loss_of(node: Node, carries: list[Node], gates: set[Value]) -> str:
+def _loss_of(node: Node, gates: set[Value]) -> str:
     """Returns the reason why a carry loses digits, in words; "" if it does not."""
     maker, readers = node.inputs[1].maker, list(users(node.out))
-    if _is_added_to(node, carries, gates):
+    if _is_added_to(node, gates):
         return "and is added to or scaled in each: terms below its last digit are lost."
     if maker is not None and narrows(maker) and readers and all(map(widens, readers)):
         return f"but is used in {maker.inputs[0].dtype} only: each iteration rounds it."
     return ""
 
 
-def _is_added_to(node: Node, carries: list[Node], gates: set[Value]) -> bool:
-    """Returns whether a carry is added to or scaled, by itself or where carries swap places."""
-    passed, is_changed = [node], False
-    while (source := _source(passed[-1], carries, gates)) is not None:
-        other, share = source
-        is_changed = is_changed or share.scaled or bool(share.sums)
-        if other in passed:
-            return other is node and is_changed
-        passed.append(other)
-    return False
-
-
-def _source(node: Node, carries: list[Node], gates: set[Value]) -> tuple[Node, Share] | None:
-    """Returns the carry that another one's next value is a multiple or sum of, and its share.
+def _is_added_to(node: Node, gates: set[Value]) -> bool:
+    """Returns whether a carry is added to or scaled.
 
     Gradients with respect to the carry count as independent of it: adding them is an optimizer
     step. In the backward pass only sums count, because cotangents are scaled there.
     """
-
-    def terms(node: Node) -> list[Value]:
-        mixes = node.name in _MIXES or is_selection(node) or node.kind == "scatter-add"
-        return node.inputs if mixes or is_view(node) else []
-
-    after, is_forward = node.inputs[1], not node.site.is_backward
-    mixed = set(behind(after, terms))
-    others = [one for one in carries if one.out in mixed and node.out not in mixed]
-    for other in (node, *others):
-        share = share_of(other.out, after, gates, scales=is_forward, gradients=is_forward)
-        if share is not None and share.factor:
-            return other, share
-    return None
+    is_forward = not node.site.is_backward
+    share = share_of(node.out, node.inputs[1], gates, scales=is_forward, gradients=is_forward)
+    return share is not None and bool(share.factor) and (share.scaled or bool(share.sums))
 
 
 def _gates_of(carried: Iterator[tuple[Value, Value]]) -> set[Value]:

@@ -154,8 +154,6 @@ narrowed-carry scan
     a score of beams: summed(lambda c, row: c + jnp.max(row), x, lambda x: jnp.zeros((), x.dtype))
     a linear recurrence: summed(lambda h, row: jnp.tanh(row) * h + row, x)
     a discretized state space: summed(lambda h, row: jnp.exp(row) * h + row, x)
-    sums that swap places:
-        summed(lambda sums, row: (sums[1] + row, sums[0]), x, lambda x: (zeros(x), zeros(x)))[0]
     sums that are set in their places:
         lax.fori_loop(0, 4, lambda i, c: c.at[i % 2].set(c[i % 2] + x[i]), jnp.zeros_like(x))
     places that a function adds to:
