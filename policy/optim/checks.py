@@ -71,12 +71,17 @@ def _can_step(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and is_inexact(leaf) and leaf.dtype.itemsize >= 2
 
 
-def differences(found: list[str], expected: list[str]) -> str:
-    """Returns the text of the leaves that one tree has and the other has not."""
+def differences(found: list[str], expected: list[str], trees: tuple[Any, ...] = ()) -> str:
+    """Returns the text of the leaves that one tree has and the other has not, and of the kinds of
+    the two trees where they differ.
+    """
     missing = [name for name in expected if name not in found]
     extra = [name for name in found if name not in expected]
+    kinds = [type(tree).__name__ for tree in trees]
+    differing = f" Containers: {' instead of '.join(kinds)}." if len(set(kinds)) > 1 else ""
     return (
         f"Missing: {shortened(missing) or 'nothing'}. Unexpected: {shortened(extra) or 'nothing'}."
+        f"{differing}"
     )
 
 
@@ -271,9 +276,8 @@ def check_tree(params: optax.Params, state: MixedPrecisionState) -> None:
         ours = leaf_names(made_from.unflatten(range(made_from.num_leaves)))
         raise ValueError(
             "params should have the tree that the optimizer state was made for. "
-            f"{differences(leaf_names(params), ours)} Containers: {type(params).__name__} instead "
-            f"of {type(state.masters).__name__}. Pass the params that the optimizer steps, or make "
-            "a new state with tx.init(params)."
+            f"{differences(leaf_names(params), ours, (params, state.masters))} Pass the params "
+            "that the optimizer steps, or make a new state with tx.init(params)."
         )
 
 

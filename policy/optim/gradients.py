@@ -52,10 +52,10 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
         )
     params = differentiated(params)
     if jax.tree.structure(gradients) != jax.tree.structure(params):
+        names = leaf_names(gradients), leaf_names(params)
         raise ValueError(
             "gradients should have the tree of the params. "
-            f"{differences(leaf_names(gradients), leaf_names(params))} Containers: "
-            f"{type(gradients).__name__} instead of {type(params).__name__}. value_and_grad "
+            f"{differences(*names, (gradients, params))} value_and_grad "
             "returns them second: loss, grads = value_and_grad(loss_fn)(params). "
             "flax.nnx.Optimizer takes ScaledGradients apart: use mpmodules.nnx.Optimizer for them."
         )

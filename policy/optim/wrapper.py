@@ -106,7 +106,8 @@ def mixed_precision(
       >>> params["w"]
       Array([0.898438, 0.898438], dtype=bfloat16)
     """
-    if clip_global_norm is not None and not 0 < clip_global_norm < np.inf:
+    is_number = isinstance(clip_global_norm, float | int | np.number | jax.Array)
+    if clip_global_norm is not None and not (is_number and 0 < clip_global_norm < np.inf):
         raise ValueError(
             f"clip_global_norm should be a positive finite number, but got {clip_global_norm!r}."
         )
