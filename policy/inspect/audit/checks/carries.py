@@ -20,11 +20,9 @@ from policy.inspect.audit.flow import (
     is_view,
     made_of,
     moved_from,
-    narrows,
     reached,
     users,
     views,
-    widens,
 )
 from policy.programs import primitives as ops
 from policy.programs.dtypes import is_inexact_name
@@ -37,7 +35,7 @@ _MOST = 0.5  # the smallest share, if known, that counts as a running average
 
 
 def narrowed_carries(flow: Flow) -> Iterator[Finding]:
-    """Yields half-precision carries that are sums, averages, or float32 rounded at each iteration.
+    """Yields half-precision carries that are sums or averages.
 
     The activations that a stack of layers hands on are exempt, because the terms added to them
     depend on them. Carries that a gate scales are exempt too.
@@ -51,19 +49,13 @@ def narrowed_carries(flow: Flow) -> Iterator[Finding]:
     for carries in loops.values():
         gates = _gates_of((node.out, node.inputs[1]) for node in carries)
         for node in carries:
-            if is_narrow(node.out.dtype) and (why := _loss_of(node, gates)):
-                what = f"{shape_of(node.out)} is carried from one iteration of the {node.site.name}"
-                yield finding(CARRY, node, f"{what} to the next, {why} Carry it in float32.")
-
-
-def _loss_of(node: Node, gates: set[Value]) -> str:
-    """Returns the reason why a carry loses digits, in words; "" if it does not."""
-    maker, readers = node.inputs[1].maker, list(users(node.out))
-    if _is_added_to(node, gates):
-        return "and is added to or scaled in each: terms below its last digit are lost."
-    if maker is not None and narrows(maker) and readers and all(map(widens, readers)):
-        return f"but is used in {maker.inputs[0].dtype} only: each iteration rounds it."
-    return ""
+            if is_narrow(node.out.dtype) and _is_added_to(node, gates):
+                message = (
+                    f"{shape_of(node.out)} is carried from one iteration of the {node.site.name} "
+                    "to the next, and is added to or scaled in each: terms below its last digit "
+                    "are lost. Carry it in float32."
+                )
+                yield finding(CARRY, node, message)
 
 
 def _is_added_to(node: Node, gates: set[Value]) -> bool:

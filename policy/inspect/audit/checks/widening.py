@@ -209,14 +209,6 @@ def _was_computed(origin: Node) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 
-def _is_product(node: Node) -> bool:
-    """Returns whether a node is a matmul, or writes the result of one into an array."""
-    if node.name in ops.PLACES:
-        made = made_of(node.inputs[1]).maker
-        return made is not None and is_matmul(made)
-    return is_matmul(node)
-
-
 def float32_residuals(flow: Flow) -> Iterator[Finding]:
     """Yields float32 residuals that elementwise arithmetic made of half-precision values.
 
@@ -231,7 +223,7 @@ def float32_residuals(flow: Flow) -> Iterator[Finding]:
         # The result of a conditional is meant if that of any branch is.
         makers = [value.maker for value in node.inputs] if node.name == "branch" else [node]
         is_view = is_cotangent(node) or node.site.is_backward or node.name in ops.MOVES_DATA
-        if is_view or _is_product(node) or not meant.isdisjoint(makers):
+        if is_view or is_matmul(node) or not meant.isdisjoint(makers):
             continue
         for value in node.outputs:
             is_saved = is_wide(value.dtype) and any(map(is_cotangent, value.readers))
