@@ -22,12 +22,21 @@ from policy.autocasting.x64 import without_float64
 from policy.core.scope import Scope, enter
 from policy.programs import marks
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype, is_half
-from policy.programs.jaxprs import Equation, OpenJaxpr, equations_of, programs_of
+from policy.programs.jaxprs import Equation, OpenJaxpr, equations_of, opened, programs_of
 from policy.programs.paths import Path, path_of
-from policy.programs.primitives import FORWARD_ADDITIONS, READS_LOGITS, REBUILT
+from policy.programs.primitives import (
+    FORWARD_ADDITIONS,
+    MATMULS,
+    ORDERS,
+    READS_LOGITS,
+    REARRANGES,
+    REBUILT,
+)
 from policy.programs.rewriting.interpreter import Interpreter, readers_of
 from policy.programs.rewriting.outlining import is_part
 from policy.quantized.array import QuantizedArray, widened_layout
+
+_PICKS = MATMULS | ORDERS | {"dynamic_slice", "gather", "select_n", "slice"}
 
 AutocastHandler = Callable[["Evaluator", Any, Values], Values]
 
@@ -50,6 +59,7 @@ class Evaluator(Interpreter[CastValue]):
       regions: the normalizations of the program that is being run.
       readers: the primitives that read each of its variables, and how often; "" stands for the
         program's caller.
+      picked: the variables that an operation picks elements of.
       widened: the operands of a softmax's ``x - max(x)``, read in float32, so that the maximum is
         one of the same numbers.
     """
@@ -64,6 +74,7 @@ class Evaluator(Interpreter[CastValue]):
     is_whole: bool = False
     regions: Regions = NOWHERE
     readers: dict[Any, collections.Counter[str]] = dataclasses.field(default_factory=dict)
+    picked: set[Any] = dataclasses.field(default_factory=set)
     widened: set[Any] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -154,7 +165,7 @@ class Evaluator(Interpreter[CastValue]):
                 regions = regions_of(jaxpr, is_param, returns=self.held is None)
         inner = copy.copy(self)
         inner.regions, inner.readers = regions, readers_of(jaxpr)
-        inner.widened = set()
+        inner.picked, inner.widened = _picked(jaxpr), set()
         for each in equations_of(jaxpr):
             if each.primitive.name in FORWARD_ADDITIONS and inner._category(each) == "fp32":
                 inner.widened |= {v for v in each.invars if not isinstance(v, jex_core.Literal)}
@@ -171,11 +182,15 @@ class Evaluator(Interpreter[CastValue]):
         return [self._noted(v, one) for v, one in zip(equation.outvars, outputs, strict=True)]
 
     def _noted(self, variable: Any, value: CastValue) -> CastValue:
-        """Returns a param, noted as shared if it is stored in half and read several times.
+        """Returns a value with what the program's readers of a variable say about it.
 
-        Its readers get it in float32 and cast it, so that its cotangents are summed in float32, as
-        those of params that are stored in float32.
+        A param is shared if it is stored in half and read several times. Its readers get it in
+        float32 and cast it, so that its cotangents are summed in float32, as those of params that
+        are stored in float32.
         """
+        if variable in self.picked and value.is_half and not value.yields:
+            value.is_picked = True  # of the same value, which is widened once for all readers
+            return value
         if value.yields and value.is_half and value.codes is None:
             readers = self.readers.get(variable)
             if readers is not None and readers.total() > 1:
@@ -240,6 +255,21 @@ class Evaluator(Interpreter[CastValue]):
         # The second set is that of log_softmax: the difference of its shifted logits is in float32,
         # like its logarithm.
         return "fp32" if names and names in (reads_wide, READS_LOGITS) else category
+
+
+def _picked(jaxpr: OpenJaxpr) -> set[Any]:
+    """Returns the variables of which a program reads single elements, or the 16-bit numbers."""
+    found: set[Any] = set()
+    for equation in reversed(equations_of(jaxpr)):
+        name, atoms = equation.primitive.name, equation.invars
+        if name == "jit":
+            body, _ = opened(equation.params["jaxpr"])
+            inner = _picked(body)
+            atoms = [v for v, inside in zip(atoms, body.invars, strict=True) if inside in inner]
+        elif name not in _PICKS and not (name in REARRANGES and equation.outvars[0] in found):
+            continue
+        found.update(atom for atom in atoms if not isinstance(atom, jex_core.Literal))
+    return found
 
 
 def _merged(variable: Any, outputs: Values) -> CastValue:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from policy.functions.checkpointing import as_stored
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype
 from policy.programs.jaxprs import Equation, bind
 from policy.programs.marks import AUTOCAST
@@ -45,6 +46,8 @@ class CastValue:
       codes: what it was widened from, of a parameter that is stored in 8 or 4 bits.
       is_mask: whether it is made of numbers, bools and integers alone, as a one-hot array.
       is_tangent: whether it is computed from tangents of a derivative rule.
+      is_picked: whether an operation picks elements of it, such as the label's logit. Then others
+        must not read it unrounded, as XLA has them: their results and the elements may cancel.
     """
 
     array: Any
@@ -60,6 +63,7 @@ class CastValue:
     codes: QuantizedArray | None = None
     is_mask: bool = False
     is_tangent: bool = False
+    is_picked: bool = False
 
     @property
     def dtype(self) -> Any:
@@ -90,7 +94,7 @@ class CastValue:
                 return lax.transpose(source.as_dtype(dtype), axes)
             return cast(self.array, dtype)
         if self.widened is None or self.widened.dtype != dtype:
-            self.widened = cast(self.array, dtype)
+            self.widened = cast(as_stored(self.array) if self.is_picked else self.array, dtype)
         return self.widened
 
     def widened_param(self) -> CastValue:

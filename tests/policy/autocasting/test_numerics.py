@@ -56,6 +56,36 @@ def test_a_number_carried_through_a_loop_sums_activations_in_float32(policy):
     assert [float(one) for one in found] == [4096, 4096]
 
 
+LABELS = np.arange(64) % 10
+LABEL_LOGITS = {
+    "take_along_axis": lambda y: jnp.take_along_axis(y, LABELS[:, None], -1)[:, 0],
+    "indexed": lambda y: y[jnp.arange(64), LABELS],
+    "jit": jax.jit(lambda y: y[jnp.arange(64), LABELS]),
+    "reshape": lambda y: y.reshape(-1)[10 * jnp.arange(64) + LABELS],
+    "select": lambda y: jnp.sum(jnp.where(jax.nn.one_hot(LABELS, 10) > 0, y, 0), -1),
+    "einsum": lambda y: jnp.einsum("bc,bc->b", y, jax.nn.one_hot(LABELS, 10)),
+    "slice": lambda y: y[:, 3],
+    "sort": lambda y: jnp.sort(y, -1)[:, -1],
+    "vmap": lambda y: jax.vmap(lambda row, label: row[label])(y, LABELS),
+}
+
+
+@pytest.mark.cases(fast=2)
+@pytest.mark.parametrize("name", LABEL_LOGITS)
+def test_a_logsumexp_and_a_logit_that_cancel_are_of_the_same_rounded_logits(name):
+    """XLA leaves out the rounding of a matmul's result that is upcast next."""
+    pick = LABEL_LOGITS[name]
+    w, x = (jnp.float32(RNG.integers(-20, 21, shape) / 8) for shape in ((32, 10), (64, 32)))
+
+    def loss(w, x):
+        y = x @ w
+        return jax.nn.logsumexp(y, -1) - pick(y)
+
+    rounded = (x @ w).astype(jnp.bfloat16).astype(jnp.float32)  # of an exact product
+    found = jax.jit(autocast(loss, BF16, params=0))(w, x)
+    assert largest_error(found, jax.nn.logsumexp(rounded, -1) - pick(rounded)) < 1e-4
+
+
 MASK = jnp.asarray(np.tril(np.ones((4, 4), bool), -1))  # nothing is seen by the first
 CONSTANT, LOW = jnp.where(MASK, 0.0, LOWEST), jnp.full((4, 4), LOWEST)
 
