@@ -210,7 +210,7 @@ class CastOperation:
             return "as traced", self._traced()
         value, place = self.values[0], self.place
         is_param = value.yields and value.constant is None
-        if self.name == "gather" and is_param and value.array.ndim and self.narrows:
+        if is_param and self.narrows and _is_lookup(self.equation):
             if value.codes is not None and (rows := _rows(self.equation, self.values)) is not None:
                 return "looked up, then cast", [CastValue(cast(rows, place.compute))]
             (rows,) = bind(self.equation, [value.array for value in self.values])
@@ -275,6 +275,17 @@ class CastOperation:
             return bound(self.equation, arrays)
         except (TypeError, NotImplementedError):  # the primitive takes no half precision
             return self._traced()
+
+
+def _is_lookup(equation: Equation) -> bool:
+    """Returns whether an equation reads rows of a table, not single numbers, such as the logits of
+    labels, nor all there is along an axis of size 1.
+    """
+    if equation.primitive.name != "gather":
+        return False
+    shape, numbers = equation.invars[0].aval.shape, equation.params["dimension_numbers"]
+    chooses = any(shape[axis] > 1 for axis in numbers.start_index_map)
+    return chooses and max(equation.params["slice_sizes"]) > 1
 
 
 def _rows(equation: Equation, values: Values) -> Any:

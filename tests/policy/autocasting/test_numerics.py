@@ -86,6 +86,20 @@ def test_a_logsumexp_and_a_logit_that_cancel_are_of_the_same_rounded_logits(name
     assert largest_error(found, jax.nn.logsumexp(rounded, -1) - pick(rounded)) < 1e-4
 
 
+@pytest.mark.parametrize(
+    "cross_entropy",
+    [
+        lambda y: optax.softmax_cross_entropy_with_integer_labels(y, LABELS),
+        lambda y: jax.nn.logsumexp(y, -1) - y[jnp.arange(64), LABELS],
+    ],
+    ids=["optax", "own"],
+)
+def test_a_cross_entropy_of_logits_that_are_parameters_is_float32s(cross_entropy):
+    logits = normal(64, 10)
+    found = autocast(cross_entropy, BF16, params=0)(logits)
+    assert largest_error(found, cross_entropy(logits)) < 1e-6
+
+
 MASK = jnp.asarray(np.tril(np.ones((4, 4), bool), -1))  # nothing is seen by the first
 CONSTANT, LOW = jnp.where(MASK, 0.0, LOWEST), jnp.full((4, 4), LOWEST)
 
