@@ -21,6 +21,7 @@ from tests.random_programs.draw import (
     same_choices,
     source,
 )
+from tests.random_programs.ops import ROUNDED_SIGMOID
 
 CLASSES = ("function", "linen", "nnx", "port")
 POLICIES = ("mixed_bfloat16", "mixed_float16", "bfloat16")
@@ -136,7 +137,7 @@ class Judge:
             p, x = wide(program.params()), wide(program.arrays())
             envs = references(half, noises)
             for env in envs:
-                exec(self.code, env)
+                exec(ROUNDED_SIGMOID + self.code, env)
                 env["f"](p, x)
             self.is_usable = same_choices(envs)
             if self.is_usable:
