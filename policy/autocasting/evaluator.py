@@ -36,6 +36,7 @@ from policy.programs.rewriting.interpreter import Interpreter, readers_of
 from policy.programs.rewriting.outlining import is_part
 from policy.quantized.array import QuantizedArray, widened_layout
 
+# Read some numbers of an operand, or all, as they were rounded.
 _PICKS = MATMULS | ORDERS | {"dynamic_slice", "gather", "select_n", "slice"}
 
 AutocastHandler = Callable[["Evaluator", Any, Values], Values]
