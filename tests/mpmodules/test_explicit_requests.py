@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as flax_linen
+from flax import nnx as flax_nnx
 
+from mpmodules import linen, nnx
 from policy import DtypePolicyWarning, autocast
 from tests.mpmodules.explicit_requests import (
     COLUMNS,
@@ -369,3 +371,51 @@ def test_a_literal_is_obeyed_and_a_variable_left_to_the_policy_in_code_without_s
     ops: list[Op] = []
     inline(closed, [Value(var.aval) for var in closed.jaxpr.invars], ops)
     assert {op.said[:2] for op in ops if op.name in MATMULS} == {(dtype, dtype)}
+
+
+@pytest.mark.parametrize("name", ["linen", "nnx", "ported linen", "ported nnx"])
+def test_a_layer_that_is_given_a_cast_input_is_told_and_a_normalization_not(name):
+    of_ports, api = name.startswith("ported"), name.split()[-1]
+    x = jnp.ones((2, 8))
+
+    def module(is_normed: bool) -> Any:
+        if api == "nnx":
+            wide = nnx_router(flax_nnx if of_ports else nnx, is_normed)
+            return nnx.apply_policy(wide, "mixed_bfloat16")
+        wide = linen_router(flax_linen if of_ports else linen)(is_normed)
+        variables = wide.init(jax.random.key(0), x)
+        ported = linen.apply_policy(wide, "mixed_bfloat16")
+        return lambda x: ported.apply(variables, x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(module(True), x)
+    with pytest.warns(DtypePolicyWarning, match="A layer, called at .*full_precision"):
+        jax.eval_shape(module(False), x)
+
+
+def linen_router(api: Any) -> Any:
+    class Router(api.Module):
+        is_normed: bool
+
+        @api.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = x.astype(jnp.float32)
+            return api.Dense(3)(api.LayerNorm()(x) if self.is_normed else x)
+
+    return Router
+
+
+def nnx_router(api: Any, is_normed: bool) -> Any:
+    class Router(api.Module):
+        def __init__(self) -> None:
+            self.gate, self.norm = (
+                api.Linear(8, 3, rngs=api.Rngs(0)),
+                api.LayerNorm(8, rngs=api.Rngs(0)),
+            )
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = x.astype(jnp.float32)
+            return self.gate(self.norm(x) if is_normed else x)
+
+    return Router()
