@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from flax import serialization
 
+from mpmodules.calls.plain_layers import after_event
 from policy.core.quantization import Quantized
-from policy.core.scope import is_lost_in_own_code
 from policy.grads.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from policy.optim.state import Layout
 from policy.programs.frameworks import FRAMEWORKS, Framework
@@ -44,7 +44,7 @@ def register() -> None:
     and 4 bits to Flax's serialization.
     """
     FRAMEWORKS.append(cast("Framework", _Flax()))
-    jax.monitoring.register_event_duration_secs_listener(_after_event)
+    jax.monitoring.register_event_duration_secs_listener(after_event)
     make_known = functools.partial(serialization.register_serialization_state, override=True)
     make_known(DynamicLossScale, _loss_scale_to, _loss_scale_from)
     make_known(Layout, _layout_to, _layout_from)
@@ -52,12 +52,6 @@ def register() -> None:
     make_known(QuantizedArray, pack_params, lambda target, state: unpack_params(state, target))
     for fixed in (NoOpLossScale, StaticLossScale):
         make_known(fixed, lambda _: {}, _the_target)
-
-
-def _after_event(event: str, duration_secs: float, **facts: Any) -> None:
-    if event.endswith("/jaxpr_trace_duration") and is_lost_in_own_code():
-        tell = importlib.import_module("mpmodules.calls.plain_layers").tell_plain_layers
-        tell(facts.get("fun_name", ""))
 
 
 def _quantized_to(x: Quantized) -> dict[str, Any]:

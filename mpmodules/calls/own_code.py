@@ -17,7 +17,6 @@ import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-import flax
 import jax
 import numpy as np
 from flax import linen, nnx
@@ -26,7 +25,6 @@ from flax.errors import TraceContextError, TransformedMethodReturnValueError
 from jax import lax
 from jax.typing import DTypeLike
 
-import policy as policy_package
 from mpmodules.calls.boundary import (
     MethodCall,
     as_given,
@@ -36,6 +34,7 @@ from mpmodules.calls.boundary import (
     with_kept_outputs,
 )
 from mpmodules.calls.classes import derives_from, is_reference
+from mpmodules.calls.plain_layers import LIBRARIES
 from mpmodules.calls.under_way import linen_calls, nnx_calls
 from mpmodules.functions.functional import mixing_allowed
 from policy.autocasting import own_code
@@ -319,18 +318,12 @@ def _of_module(module: Any, seen: dict[int, int]) -> Hashable:
 # Errors
 # --------------------------------------------------------------------------------------------------
 
-_LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(str(path))) + os.sep
-    for path in (os.path.dirname(__file__), policy_package.__file__, jax.__file__, flax.__file__)
-)
-_OURS = _LIBRARIES[:2]
-
 
 def _of_others(frames: types.TracebackType | None) -> types.TracebackType | None:
     """Returns a traceback without the frames of this library, except for its first one."""
     kept: list[types.TracebackType] = []
     while frames is not None:
-        if not kept or not frames.tb_frame.f_code.co_filename.startswith(_OURS):
+        if not kept or not frames.tb_frame.f_code.co_filename.startswith(LIBRARIES[:2]):
             kept.append(frames)
         frames = frames.tb_next
     result = None
@@ -344,7 +337,7 @@ def _place_of(error: BaseException) -> str:
     places = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(_LIBRARIES)
+        if not frame.f_code.co_filename.startswith(LIBRARIES)
     ]
     if not places:
         return ""

@@ -6,40 +6,50 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import flax
+import jax
 import jax.extend.core as jex_core
 
-from policy.autocasting.source_lines import class_of, frames, is_file_of_flax, is_library
+import policy as policy_package
 from policy.core.messages import warn_once
-from policy.core.scope import current_scope
-from policy.programs import marks
-from policy.programs.jaxprs import OpenJaxpr, equations_of, programs_of
+from policy.core.scope import current_scope, is_lost_in_own_code
+from policy.programs.marks import NO_POLICY
 
 _LAYERS = ("linear.py", "attention.py", "recurrent.py", "normalization.py")
 _UNNAMED = ("<unnamed function>", "<unknown>")
-_MPMODULES = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_MPMODULES, _POLICY, _, _FLAX = LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(str(path))) + os.sep
+    for path in (os.path.dirname(__file__), policy_package.__file__, jax.__file__, flax.__file__)
+)
+"""The folders of the code that is no user's, ours first."""
 # Where code runs that obeys a policy: calls of modules of ours and of ports, and autocast.
-_OBEYING = tuple(
-    os.sep.join(("", *path, ""))
-    for path in (("policy", "autocasting"), ("policy", "programs", "tracing"))
+_OBEYING = (
+    _MPMODULES,
+    os.path.join(_POLICY, "autocasting", ""),
+    os.path.join(_POLICY, "programs", "tracing", ""),
 )
 
 
-def tell_plain_layers(function: str) -> None:
-    """Warns of layers of Flax's in the program that JAX has just traced, of a function by its name,
+def after_event(event: str, duration_secs: float, **facts: Any) -> None:
+    """Listens to JAX's events: warns of layers of Flax's in a program that JAX has just traced,
     unless they run inside a module of ours, a port or an autocast.
 
     A model of Flax's that has layers of ours, too, is told where these are called or built.
     """
+    if not event.endswith("/jaxpr_trace_duration"):
+        return
+    around = _codes_around(sys._getframe(1))
+    if any(_writer(code.co_filename) == "ours" for code in around) or not is_lost_in_own_code():
+        return
     plain: dict[Any, str] = {}  # by the code that calls the layer
     obeying: set[Any] = set()
-    for body in _last_traced(function):
-        _note(body, _codes_under_way(), plain, obeying)
+    for body in _last_traced(facts.get("fun_name", "")):
+        _note(body, around, plain, obeying)
     names = sorted({name for caller, name in plain.items() if caller not in obeying})
     if names:
         api = names[0].split(".")[1]
@@ -51,7 +61,16 @@ def tell_plain_layers(function: str) -> None:
         )
 
 
-def _last_traced(function: str) -> list[OpenJaxpr]:
+def _codes_around(frame: Any) -> list[Any]:
+    """Returns the code of a frame, and of the frames around it."""
+    codes = []
+    while frame is not None:
+        codes.append(frame.f_code)
+        frame = frame.f_back
+    return codes
+
+
+def _last_traced(function: str) -> list[Any]:
     """Returns the newest program, if it is of a function of that name: the garbage collector lists
     the objects of a generation by their age.
     """
@@ -63,51 +82,38 @@ def _last_traced(function: str) -> list[OpenJaxpr]:
     return []
 
 
-def _codes_under_way() -> list[Any]:
-    """Returns the code of JAX's call of the listener, and of the frames around it."""
-    codes, frame = [], sys._getframe()
-    while frame := frame.f_back:
-        codes.append(frame.f_code)
-    return list(itertools.dropwhile(lambda code: _is_obeying(code.co_filename), codes))
-
-
-def _note(body: OpenJaxpr, around: Sequence[Any], plain: dict[Any, str], obeying: set[Any]) -> None:
+def _note(body: Any, around: Sequence[Any], plain: dict[Any, str], obeying: set[Any]) -> None:
     """Notes the layers of Flax's of a program that `around` runs, and who calls layers of ours."""
-    for equation in equations_of(body):
-        if marks.NO_POLICY in str(equation.source_info.name_stack):
+    for equation in body.eqns:
+        if NO_POLICY in str(equation.source_info.name_stack):
             continue
-        codes = [*frames(equation)[0], *around]
-        ours = [i for i, code in enumerate(codes) if _is_obeying(code.co_filename)]
-        caller = next((code for code in codes[ours[-1] if ours else 0 :] if _is_users(code)), None)
+        frames = equation.source_info.traceback
+        codes = [*(() if frames is None else frames.raw_frames()[0]), *around]
+        writers = [_writer(code.co_filename) for code in codes]
+        ours = [i for i, writer in enumerate(writers) if writer == "ours"]
+        users = [i for i, writer in enumerate(writers) if writer == "user"]
+        caller = next((codes[i] for i in users if not ours or i > ours[-1]), None)
         if ours:
             obeying.add(caller)
             continue
-        if name := _plain_layer(codes):
-            plain[caller] = name
-        for program in programs_of(equation):
-            _note(program, codes, plain, obeying)
-
-
-def _is_users(code: Any) -> bool:
-    return not is_library(code.co_filename)
-
-
-@functools.cache
-def _is_obeying(file: str) -> bool:
-    is_ours = file.startswith(_MPMODULES) and not file.endswith("_training.py")
-    return is_ours or any(part in file for part in _OBEYING)
-
-
-def _plain_layer(codes: Sequence[Any]) -> str:
-    """Returns the name of the layer of Flax's that an equation is part of a call of, or ""."""
-    of_library = itertools.takewhile(lambda code: not _is_users(code), codes)
-    layers = [code for code in of_library if _is_layers(code.co_filename)]
-    if not layers or layers[-1].co_name == "__init__":
-        return ""
-    api = "linen" if f"{os.sep}linen{os.sep}" in layers[-1].co_filename else "nnx"
-    return f"flax.{api}.{class_of(layers[-1])}"
+        inside = zip(codes[: users[0] if users else None], writers, strict=False)
+        layers = [code for code, writer in inside if writer == "layers"]
+        if layers and layers[-1].co_name != "__init__":
+            api = "linen" if f"{os.sep}linen{os.sep}" in layers[-1].co_filename else "nnx"
+            plain[caller] = f"flax.{api}.{layers[-1].co_qualname.split('.')[0]}"
+        for value in equation.params.values():
+            for held in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(held, jex_core.Jaxpr | jex_core.ClosedJaxpr):
+                    _note(getattr(held, "jaxpr", held), codes, plain, obeying)
 
 
 @functools.cache
-def _is_layers(file: str) -> bool:
-    return is_file_of_flax(file) and os.path.basename(file) in _LAYERS
+def _writer(file: str) -> str:
+    """Returns whose code a file holds: "ours" where it obeys the policy, that of Flax's "layers",
+    another "library"'s, or a "user"'s.
+    """
+    if not file.startswith(LIBRARIES):
+        return "user"
+    if file.startswith(_OBEYING) and not file.endswith("_training.py"):
+        return "ours"
+    return "layers" if file.startswith(_FLAX) and os.path.basename(file) in _LAYERS else "library"
