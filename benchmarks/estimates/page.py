@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.estimates.published import table as published
 from benchmarks.estimates.tables import MODELS, TARGETS, Table, stored, tables
 from benchmarks.markdown import WIDTH, note, wrapped
 from benchmarks.markdown import table as markdown
@@ -34,7 +33,6 @@ def page() -> str:
             if one is not None:
                 parts += [section(table, one)]
     parts += [note(NOTES, "arithmetic"), arithmetic(found)]
-    parts += [note(NOTES, "published"), published.section(), note(NOTES, "left_out")]
     return wrapped("\n\n".join(part for part in parts if part)) + "\n"
 
 

@@ -1,1 +1,0 @@
-"""Step times that others measured and published, beside `policy.estimate`."""
