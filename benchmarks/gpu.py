@@ -14,9 +14,6 @@ reference. Matmuls of float32 run with TF32 on ("TF32", matmul precision "tensor
 (benchmarks/gpu_peaks.py); for models, of three times the forward pass's FLOPs. MiB is what XLA
 plans for a step: arguments, outputs and temporaries. Where attention is, the note names its kernel,
 ours first, as read from the compiled programs.
-
-torch, where it is installed, runs the same models first, eager, under its autocast, in a process of
-its own.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import flax.linen
 import jax
 
 from benchmarks import gpu_measures, gpu_models, table
@@ -46,10 +42,9 @@ from benchmarks.gpu_measures import Line, Sizes
 from benchmarks.gpu_models import SETTINGS, Model
 from benchmarks.gpu_peaks import Peak, peak_of
 
-LIMIT, TORCH_LIMIT = 480.0, 75.0
+LIMIT = 480.0
 # Seconds to expect of a job of a kind before one has run; after that, as many as the longest took.
 EXPECTED = {"device": 10.0, "optimizer": 20.0, "attention": 20.0, "model": 70.0}
-Torch = dict[tuple[str, str], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +56,11 @@ class Job:
     run: Callable[[], Iterator[Line]]
 
 
-def jobs(sizes: Sizes, models: dict[str, Model], peak: Peak | None, torch: Torch) -> list[Job]:
+def jobs(sizes: Sizes, models: dict[str, Model], peak: Peak | None) -> list[Job]:
     """Every job, those that tell most first: what the time doesn't reach is missing at the end."""
 
     def model(name: str, setting: str) -> Job:
-        rate = torch.get((name, setting), {}).get("rate")
-        run = partial(gpu_measures.model, models[name], SETTINGS[setting], sizes, peak, rate)
+        run = partial(gpu_measures.model, models[name], SETTINGS[setting], sizes, peak)
         return Job(f"{name}, {setting}", "model", run)
 
     def step(name: str, beside: str | None = None) -> Job:
@@ -176,7 +170,7 @@ def shown(line: Line) -> str:
 
 def facts(device: Any) -> dict[str, Any]:
     """Device, date and versions."""
-    names = ("jax", "jaxlib", "flax", "optax", "jmp", "torch")
+    names = ("jax", "jaxlib", "flax", "optax", "jmp")
     versions = {}
     for name in names:
         try:
@@ -208,68 +202,6 @@ def _driver() -> str | None:
         return None
 
 
-def torch_config(
-    models: dict[str, Model], sizes: Sizes, *, tiny: bool, seconds: float
-) -> dict[str, Any]:
-    """What `benchmarks.gpu_torch` is told: the same models and batches."""
-    found = {}
-    for name, model in models.items():
-        shape = list(model.x.shape)
-        found[name] = {
-            "shape": [shape[0], 3, *shape[1:3]] if name != "decoder" else shape,
-            "options": {},
-        }
-    decoder = models["decoder"].make(flax.linen, None)
-    options = {name: getattr(decoder, name) for name in ("layers", "width", "heads", "vocabulary")}
-    found["decoder"]["options"] = {**options, "length": models["decoder"].x.shape[1]}
-    found["ViT-S"]["options"] = {"size": models["ViT-S"].x.shape[1]}
-    if tiny:
-        found["ViT-S"]["options"] |= {"layers": 1, "width": 16, "heads": 2}
-        found["ResNet-50"]["options"] = {"filters": 4, "stages": [1]}
-    device = "cuda" if jax.devices()[0].platform == "gpu" else "cpu"
-    return {
-        "models": found,
-        "seconds": seconds,
-        "sample_seconds": sizes.sample_seconds,
-        "device": device,
-    }
-
-
-def torch_rates(config: dict[str, Any], python: str = sys.executable) -> tuple[Torch, str]:
-    """torch's throughput and memory by model and setting, as far as its time went; and a line about
-    it.
-    """
-    command = [python, "-m", "benchmarks.gpu_torch", json.dumps(config)]
-    root = Path(__file__).parent.parent
-    try:
-        result = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=config["seconds"] + 30,
-            cwd=root,
-        )
-        output, error = result.stdout, result.stderr
-    except subprocess.TimeoutExpired as late:
-        output, error = (
-            (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else late.stdout or "",
-            "slow",
-        )
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    if not lines:
-        return {}, f"torch: none beside it ({(error.splitlines() or ['it printed nothing'])[-1]})"
-    found = {(line["model"], line["setting"]): line for line in lines[1:]}
-    failed = [
-        f"{name}, {setting}: {at['error']}"
-        for (name, setting), at in found.items()
-        if "error" in at
-    ]
-    return found, "; ".join(
-        [f"torch {lines[0]['version']}: {len(found)} measurements beside", *failed]
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status: 1 where a job failed."""
     parser = argparse.ArgumentParser(
@@ -281,10 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=LIMIT, help="how long it may take: %(default)g"
     )
-    parser.add_argument("--no-torch", action="store_true", help="leave torch out")
     options = parser.parse_args(arguments)
-    # One device, so that attention may take a fused kernel; and memory as it is needed: torch runs
-    # first.
+    # One device, so that attention may take a fused kernel; and memory as it is needed.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     device = jax.devices()[0]
@@ -307,18 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     watch = threading.Timer(options.seconds, give_up)
     watch.daemon = True
     watch.start()
-    torch: Torch = {}
-    if _has("torch") and not options.no_torch:
-        config = torch_config(
-            models, sizes, tiny=tiny, seconds=min(TORCH_LIMIT, options.seconds / 4)
-        )
-        torch, said = torch_rates(config)
-        report.facts["torch"] = list(torch.values())
-        print(said, flush=True)
     chosen = [
-        job
-        for job in jobs(sizes, models, peak, torch)
-        if not options.only or options.only in job.name
+        job for job in jobs(sizes, models, peak) if not options.only or options.only in job.name
     ]
     report.run(chosen, options.seconds - 10 if has_gpu else options.seconds)
     watch.cancel()

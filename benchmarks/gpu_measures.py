@@ -213,17 +213,12 @@ def attention(setting: Setting, sizes: Sizes) -> Iterator[Line]:
 # --------------------------------------------------------------------------------------------------
 
 
-def model(
-    model: Model, setting: Setting, sizes: Sizes, peak: Peak | None, torch: float | None
-) -> Iterator[Line]:
+def model(model: Model, setting: Setting, sizes: Sizes, peak: Peak | None) -> Iterator[Line]:
     """Tokens or images a second of a train step beside the hand-threaded one; memory, compile time,
     share of the peak.
 
     The share counts three times the FLOPs of a forward pass, as is usual (Chowdhery et al. 2022,
     appendix B).
-
-    Args:
-      torch: torch's throughput in this setting, where it is known.
     """
     ours = gpu_models.stepper(model, setting, gpu_models.ours)
     hand = gpu_models.stepper(model, setting, gpu_models.by_hand)
@@ -244,5 +239,3 @@ def model(
     )
     yield Line("MiB", name, ours.planned_bytes / 2**20, hand.planned_bytes / 2**20)
     yield Line("compile s", name, ours.compile_seconds, hand.compile_seconds)
-    if torch is not None:
-        yield Line(model.units, f"{model.name}, {setting.name}, torch", rates["ours"], torch)
