@@ -13,14 +13,9 @@ error     a noisy quadratic: 64 x 128 weights are drawn to targets of about 0.1 
           gradients in a block differ by orders of magnitude. Adam doesn't see c. 2000 steps at
           1e-3, b2 = 0.999; the root mean square of w - t over the last tenth.
 
-update    the error of m / (sqrt(v) + 1e-8) where one of both moments is rounded to nearest by a
-          map of codes, in blocks of 128 (`benchmarks.code_maps`); the log of the gradients'
-          magnitudes has deviation sigma. Held against int8's map.
-
 The controls store moments in 8 bits in other ways: `one linear scale` is 127 (255) equal steps for
 each tensor, rounded to nearest; `rounded to nearest` is the codes of int8 without a key, which the
-noise of a model's gradients shifts on, and small steady gradients don't; `Li et al.` is the maps of
-their 4-bit states in blocks of 128, rounded to nearest.
+noise of a model's gradients shifts on, and small steady gradients don't.
 """
 
 from __future__ import annotations
@@ -37,10 +32,9 @@ import numpy as np
 import optax
 
 import policy as mp
-from benchmarks.code_maps import LI_FIRST, LI_SECOND, errors
 from benchmarks.table import Row, run
 from policy import init_from_master
-from policy.optim.blockwise import BLOCK, POSITIVE, SIGNED, Format, decode, encode
+from policy.optim.blockwise import POSITIVE, SIGNED, Format, decode, encode
 
 SEED = 0
 Rounding = Callable[[jax.Array, Format], jax.Array]
@@ -56,20 +50,6 @@ def linear(x: jax.Array, form: Format) -> jax.Array:
 def nearest(x: jax.Array, form: Format) -> jax.Array:
     """Rounds to the codes of int8, to nearest."""
     return decode(encode(x, form)) if x.ndim > 1 else x
-
-
-def li_et_al(x: jax.Array, form: Format) -> jax.Array:
-    """Rounds to the maps of Li et al. in blocks of 128, to nearest; leaves small arrays alone."""
-    if x.ndim < 2 or x.size < 4096:
-        return x
-    numbers = jnp.asarray(LI_FIRST if form.is_signed else LI_SECOND, jnp.float32)
-    blocks = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % BLOCK)])
-    blocks = blocks.reshape(*x.shape[:-1], -1, BLOCK)
-    largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
-    relative = jnp.abs(blocks) / jnp.maximum(largest, np.float32(1e-30))
-    codes = jnp.searchsorted((numbers[1:] + numbers[:-1]) / 2, relative.reshape(-1))
-    found = numbers[codes].reshape(blocks.shape) * largest * jnp.sign(blocks)
-    return found.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
 
 
 def with_rounded_moments(
@@ -127,7 +107,6 @@ STORAGES = (
     Storage("bfloat16", "bfloat16", nats=1.01, error=1.01),
     Storage("int8", "int8", nats=1.01, error=1.03),
     Storage("control: one linear scale", None, linear, math.inf, math.inf, 2.0, 10.0),
-    Storage("control: Li et al.", None, li_et_al, nats=1.03, error=math.inf, error_at_least=5.0),
     Storage("control: rounded to nearest", None, nearest, error=math.inf, error_at_least=1.08),
 )
 
@@ -192,13 +171,6 @@ def language_model(
 
 def rows(small: bool = False) -> Iterator[Row]:
     """Yields every row, as it is measured, float32 first of each training."""
-    for sigma in (1.0, 2.0):
-        found = errors(sigma)
-        for moment in ("first", "second"):
-            mine = {name: value for name, value in found.items() if name.startswith(moment)}
-            int8 = next(value for name, value in mine.items() if "int8" in name)
-            for name, value in mine.items():
-                yield Row("update", f"{name}, sigma {sigma:g}", value, int8)
     jobs = {
         "nats": lambda storage: language_model(
             lambda tx: storage.wrap(tx, "float32"), 2 if small else 300

@@ -2,13 +2,10 @@
 
 import dataclasses
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from benchmarks import code_maps, moments
+from benchmarks import moments
 from benchmarks.convergence import STORAGES, Row, complaints, main, rows_of, stored
-from policy.optim.blockwise import FORMATS, decode, encode
 
 GOOD = [Row(storage, 7e-4, 7e-4, 0.01, 0.99) for storage in STORAGES]
 
@@ -42,18 +39,6 @@ def test_what_does_not_hold_is_named(name, change, text):
     assert complaints(GOOD) == []
     rows = [dataclasses.replace(row, **change) if row.storage.name == name else row for row in GOOD]
     assert any(text in complaint for complaint in complaints(rows))
-
-
-@pytest.mark.slow
-def test_the_maps_of_the_optimizers_codes_give_its_roundings():
-    first, second = (x[: 128 * 50] for x in code_maps.moments(2.0))
-    for form in FORMATS:
-        x = (first if form.is_signed else second).astype(np.float32)
-        numbers = code_maps.minifloat(form.exponent_bits, 3)
-        right = code_maps.rounded(x, numbers, never_zero=not form.is_signed)
-        found = decode(encode(jnp.asarray(x).reshape(-1, 128), form)).reshape(-1)
-        off = np.abs(np.asarray(found, np.float64) - right) > 1e-5 * np.abs(right)
-        assert off.mean() < 1e-3  # ties
 
 
 @pytest.mark.slow
