@@ -5,8 +5,6 @@ float32 value, beside float32.
                                                  # missed
     python -m benchmarks.convergence --write     # stores the figures, and writes
                                                  # docs/convergence.md
-    python -m benchmarks.convergence --examples --write  # trains two examples beside float32 too:
-                                                         # an hour on two cores
     python -m benchmarks.convergence --stored --write    # measures nothing: the page of stored
                                                          # figures
     python -m benchmarks.convergence --small --json FILE --markdown FILE
@@ -30,7 +28,6 @@ import numpy as np
 import optax
 
 import policy as mp
-from benchmarks import beside_float32
 from benchmarks.accuracy.report import environment
 from benchmarks.command import page_parser
 from benchmarks.markdown import measured_on, note, wrapped
@@ -233,14 +230,14 @@ def rows_of(record: Mapping[str, Any]) -> list[Row]:
     ]
 
 
-def page(record: Mapping[str, Any], examples: Mapping[str, Any]) -> str:
-    """Returns docs/convergence.md for these figures, and those of the examples."""
+def page(record: Mapping[str, Any]) -> str:
+    """Returns docs/convergence.md for these figures."""
     parts = [
         note(NOTES, "convergence"),
         table(rows_of(record)),
         measured_on(record["environment"]),
         note(NOTES, "convergence_storage"),
-        *beside_float32.sections(examples),
+        note(NOTES, "convergence_examples"),
     ]
     return wrapped("\n\n".join(parts)) + "\n"
 
@@ -252,18 +249,14 @@ def main(arguments: list[str] | None = None) -> int:
         print("--small measures a few steps, which no page is made of.")
         return 2
     figures = stored() if options.stored else _measured(options.small)
-    examples = beside_float32.stored()
-    if options.examples and not options.stored:
-        examples = {name: beside_float32.trained(name) for name in beside_float32.EXAMPLES}
     print(table(rows_of(figures)), *figures["missed"], sep="\n")
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     if options.write and not options.stored:
         RESULTS.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        beside_float32.RESULTS.write_text(json.dumps(examples, indent=1) + "\n", encoding="utf-8")
     for file in (options.markdown, PAGE if options.write else None):
         if file is not None:
-            file.write_text(page(figures, examples), encoding="utf-8")
+            file.write_text(page(figures), encoding="utf-8")
     return int(bool(figures["missed"]))
 
 
@@ -280,7 +273,6 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--small", action="store_true", help="a few steps of each, to try the programs"
     )
-    made.add_argument("--examples", action="store_true", help="train the two examples too")
     return made
 
 

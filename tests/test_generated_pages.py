@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from benchmarks import accuracy, beside_float32, convergence, performance
+from benchmarks import accuracy, convergence, performance
 from benchmarks import page as benchmarks_page
 from benchmarks.estimates import page as estimates_page
 from benchmarks.markdown import WIDTH
@@ -35,7 +35,7 @@ PAGES = {
         lambda: benchmarks_page.markdown(benchmarks_page.stored()), "python -m benchmarks --write"
     ),
     "convergence.md": Page(
-        lambda: convergence.page(convergence.stored(), beside_float32.stored()),
+        lambda: convergence.page(convergence.stored()),
         "python -m benchmarks.convergence --write",
     ),
     "estimates.md": Page(
