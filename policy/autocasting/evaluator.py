@@ -22,7 +22,7 @@ from policy.autocasting.x64 import without_float64
 from policy.core.scope import Scope, enter
 from policy.programs import marks
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype, is_half
-from policy.programs.jaxprs import Equation, OpenJaxpr, equations_of, opened, programs_of
+from policy.programs.jaxprs import Equation, OpenJaxpr, opened, programs_of
 from policy.programs.paths import Path, path_of
 from policy.programs.primitives import (
     FORWARD_ADDITIONS,
@@ -32,7 +32,7 @@ from policy.programs.primitives import (
     REARRANGES,
     REBUILT,
 )
-from policy.programs.rewriting.interpreter import Interpreter, readers_of
+from policy.programs.rewriting.interpreter import Interpreter
 from policy.programs.rewriting.outlining import is_part
 from policy.quantized.array import QuantizedArray, widened_layout
 
@@ -77,9 +77,7 @@ class Evaluator(Interpreter[CastValue]):
     readers: dict[Any, collections.Counter[str]] = dataclasses.field(default_factory=dict)
     picked: set[Any] = dataclasses.field(default_factory=set)
     widened: set[Any] = dataclasses.field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        super().__init__()
+    notes: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     # Values ---------------------------------------------------------------------------------------
 
@@ -165,9 +163,9 @@ class Evaluator(Interpreter[CastValue]):
             if self.settings.narrows:
                 regions = regions_of(jaxpr, is_param, returns=self.held is None)
         inner = copy.copy(self)
-        inner.regions, inner.readers = regions, readers_of(jaxpr)
+        inner.regions, inner.readers = regions, _readers_of(jaxpr)
         inner.picked, inner.widened = _picked(jaxpr), set()
-        for each in equations_of(jaxpr):
+        for each in jaxpr.eqns:
             if each.primitive.name in FORWARD_ADDITIONS and inner._category(each) == "fp32":
                 inner.widened |= {v for v in each.invars if not isinstance(v, jex_core.Literal)}
         args = [inner._noted(v, value) for v, value in zip(jaxpr.invars, args, strict=True)]
@@ -192,10 +190,9 @@ class Evaluator(Interpreter[CastValue]):
         if variable in self.picked and value.is_half and not value.yields:
             value.is_picked = True  # of the same value, which is widened once for all readers
             return value
-        if value.yields and value.is_half and value.codes is None:
-            readers = self.readers.get(variable)
-            if readers is not None and readers.total() > 1:
-                return CastValue(value.array, yields=True, is_shared=True)
+        readers = self.readers.get(variable) if value.yields and value.codes is None else None
+        if readers is not None and readers.total() > 1 and value.is_half:
+            return CastValue(value.array, yields=True, is_shared=True)
         return value
 
     def _evaluated(self, equation: Equation, values: Values) -> Values:
@@ -261,7 +258,7 @@ class Evaluator(Interpreter[CastValue]):
 def _picked(jaxpr: OpenJaxpr) -> set[Any]:
     """Returns the variables of which a program reads single elements, or the 16-bit numbers."""
     found: set[Any] = set()
-    for equation in reversed(equations_of(jaxpr)):
+    for equation in reversed(jaxpr.eqns):
         name, atoms = equation.primitive.name, equation.invars
         if name == "jit":
             body, _ = opened(equation.params["jaxpr"])
@@ -271,6 +268,20 @@ def _picked(jaxpr: OpenJaxpr) -> set[Any]:
             continue
         found.update(atom for atom in atoms if not isinstance(atom, jex_core.Literal))
     return found
+
+
+def _readers_of(jaxpr: OpenJaxpr) -> dict[Any, collections.Counter[str]]:
+    """Returns the primitives that read each variable, and how often.
+
+    "" stands for the caller of the program.
+    """
+    readers: dict[Any, collections.Counter[str]] = {}
+    reads = [(equation.primitive.name, equation.invars) for equation in jaxpr.eqns]
+    for name, atoms in (*reads, ("", jaxpr.outvars)):
+        for atom in atoms:
+            if not isinstance(atom, jex_core.Literal):
+                readers.setdefault(atom, collections.Counter())[name] += 1
+    return readers
 
 
 def _merged(variable: Any, outputs: Values) -> CastValue:

@@ -12,7 +12,6 @@ from policy.programs import marks, primitives
 from policy.programs.jaxprs import (
     Equation,
     OpenJaxpr,
-    equations_of,
     opened,
     subprograms,
     with_subprograms,
@@ -25,7 +24,7 @@ def with_marks(jaxpr: Any, said: dict[int, str], done: dict[int, Any]) -> Any:
     if id(body) in done:
         return done[id(body)]
     equations = []
-    for equation in equations_of(body):
+    for equation in body.eqns:
         each: Any = equation
         inside = subprograms(each)
         if inside:
@@ -37,7 +36,7 @@ def with_marks(jaxpr: Any, said: dict[int, str], done: dict[int, Any]) -> Any:
             stack = info.name_stack.extend(mark)
             each = each.replace(source_info=info.replace(name_stack=stack))
         equations.append(each)
-    if all(map(lambda new, old: new is old, equations, equations_of(body))):
+    if all(map(lambda new, old: new is old, equations, body.eqns)):
         result = jaxpr
     else:
         result = body.replace(eqns=equations)
@@ -51,7 +50,7 @@ def matmuls_and_kept(body: OpenJaxpr, found: Lines) -> list[Equation]:
     whose own policy returns them unrounded.
     """
     atoms, kept = [], []
-    for equation in equations_of(body):
+    for equation in body.eqns:
         if equation.primitive.name in primitives.CASTS:
             atoms += equation.invars if marks.mark_of(equation) == marks.KEPT else ()
         elif is_of_layer(equation):
@@ -68,9 +67,7 @@ def matmuls_and_kept(body: OpenJaxpr, found: Lines) -> list[Equation]:
 
 def _makers_of(body: OpenJaxpr, atoms: list[Any]) -> Iterator[Equation]:
     """Yields the matmuls that some values are made by, up to elementwise operations and moves."""
-    makers = {
-        variable: equation for equation in equations_of(body) for variable in equation.outvars
-    }
+    makers = {variable: equation for equation in body.eqns for variable in equation.outvars}
     seen: set[int] = set()
     while atoms:
         atom = atoms.pop()

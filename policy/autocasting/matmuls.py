@@ -133,9 +133,10 @@ def _is_outer_product(equation: Equation, values: Values) -> bool:
     params = equation.params
     if equation.primitive.name != "dot_general" or params.get("out_sharding") is not None:
         return False
+    if any(params["dimension_numbers"][0]):
+        return False
     has_integers = any(jnp.issubdtype(value.dtype, jnp.integer) for value in values)
-    are_exact = has_integers or all(value.is_table or value.yields for value in values)
-    return are_exact and not any(params["dimension_numbers"][0])
+    return has_integers or all(value.is_table or value.yields for value in values)
 
 
 def _outer_product(equation: Equation, values: Values) -> CastValue:

@@ -90,7 +90,7 @@ class CastOperation:
         name, place, category = self.name, self.place, self.category
         if name == "convert_element_type":
             return self._converted
-        traced = {*_dtypes(self.equation.invars), *_dtypes(self.equation.outvars)}
+        traced = _dtypes((*self.equation.invars, *self.equation.outvars))
         if traced != {F32} and name in primitives.MOVES_COTANGENTS and self.values[0].yields:
             return self._moved
         if (traced != {F32} and not self._mixes_float32(traced)) or self._stays_as_traced():
@@ -110,7 +110,7 @@ class CastOperation:
 
     def _read(self) -> Values:
         """Returns the operands narrowed, except in sums with float32."""
-        if self.category == "fp32":
+        if self.category == "fp32" or not any(value.narrows for value in self.values):
             return self.values
         narrowed = [value.narrowed_to(self.place.compute) for value in self.values]
         if self.name in primitives.FORWARD_ADDITIONS and narrowed != self.values:

@@ -16,6 +16,7 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from policy.autocasting.calls import HANDLERS, Recent
 from policy.autocasting.evaluator import Evaluator
+from policy.autocasting.own_code import operands_kept
 from policy.autocasting.parameters import (
     ParamsArgument,
     other_state,
@@ -28,7 +29,6 @@ from policy.autocasting.report import Report
 from policy.autocasting.requests import retracing, with_requests
 from policy.autocasting.settings import Places, Settings
 from policy.autocasting.sites import rejecting_sites
-from policy.autocasting.state import operands_kept
 from policy.autocasting.values import CastValue, cast
 from policy.core.dtypes import precision_around
 from policy.core.messages import require_function, warn_once

@@ -55,7 +55,7 @@ class OpenJaxpr(Protocol):
     constvars: Any
     invars: Any
     outvars: Any
-    eqns: Any
+    eqns: Sequence[Equation]
     debug_info: Any
 
 

@@ -24,7 +24,7 @@ class _Thread(threading.local):
       asked: the dtypes that a report collects, or None (`policy.core.precedence`).
       traced_dtype: that of the second trace under way, or None (`policy.autocasting.requests`).
       states: results of the last traced call that are state, such as caches
-        (`policy.autocasting.state`).
+        (`policy.autocasting.own_code`).
       is_summary: whether a summary records the calls under way.
       autocast: the policy that the autocast whose function is traced was given, or None.
       backend: the platform and kind of the devices to trace for, or None for the default ones

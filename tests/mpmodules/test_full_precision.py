@@ -407,7 +407,7 @@ class Router(linen.Module):
 @pytest.mark.parametrize("name", ["float32", "f32_inside"])
 def test_a_module_with_a_float32_policy_of_its_own_keeps_it_under_autocast(name):
     modules = Router(dtype_policy=name), linen.Dense(3, dtype_policy=name)
-    calls = [(module.apply, module.init(jax.random.key(0), X), X) for module in modules]
+    calls: list[Any] = [(module.apply, module.init(jax.random.key(0), X), X) for module in modules]
     calls.append((nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy=name), X))
     for call, *args in calls:
         assert precisions(autocast(call, MIXED), *args) == {("float32", "highest")}

@@ -5,7 +5,6 @@ Equations that hold programs are rebuilt: the interpreter runs their programs.
 
 from __future__ import annotations
 
-import collections
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -248,20 +247,6 @@ def _last_reads(equations: Sequence[Any], outputs: Sequence[Any]) -> dict[int, l
     for variable, i in last.items():
         found.setdefault(i, []).append(variable)
     return found
-
-
-def readers_of(jaxpr: OpenJaxpr) -> dict[Any, collections.Counter[str]]:
-    """Returns the primitives that read each variable, and how often.
-
-    "" stands for the caller of the program.
-    """
-    readers: dict[Any, collections.Counter[str]] = {}
-    reads = [(equation.primitive.name, equation.invars) for equation in jaxpr.eqns]
-    for name, atoms in (*reads, ("", jaxpr.outvars)):
-        for atom in atoms:
-            if not isinstance(atom, jex_core.Literal):
-                readers.setdefault(atom, collections.Counter())[name] += 1
-    return readers
 
 
 # --------------------------------------------------------------------------------------------------
