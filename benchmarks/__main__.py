@@ -75,9 +75,6 @@ TABLES = {
         quick=("--small",),
     ),
     "layers": Table("benchmarks.layers", "layers, the repaired ones apart", quick=("--small",)),
-    "peers": Table(
-        "benchmarks.peers", "models beside jmp's and mpx's", check=(), quick=("--small",)
-    ),
     "autocast": Table(
         "benchmarks.autocast",
         "autocast beside dtypes threaded by hand",
@@ -90,9 +87,7 @@ TABLES = {
         "benchmarks.optimizer", "a step's bytes beside Optax, jmp and mpx", quick=("--small",)
     ),
     "exchange": Table("benchmarks.all_reduce", "exchanges of data parallel training", quick=()),
-    "scale": Table(
-        "benchmarks.scale", "how costs grow with layers, params and devices", quick=("--small",)
-    ),
+    "scale": Table("benchmarks.scale", "how traced programs grow with layers", quick=("--small",)),
     "inspection": Table("benchmarks.inspection", "costs of audit and compare"),
     "own_code": Table(
         "benchmarks.own_code",

@@ -19,17 +19,16 @@ HERE = Path(__file__).parent
 NOTES, RESULTS, PAGE = HERE / "notes", HERE / "results", HERE.parent / "docs" / "benchmarks.md"
 ACCEL = "accel"
 NAMES = (
-    *(ACCEL, "models", "layers", "peers", "autocast", "ports"),
+    *(ACCEL, "models", "layers", "autocast", "ports"),
     *("optimizer", "scale", "inspection", "memory"),
 )  # in the order of the page
 TITLES = {
     "models": "Models",
     "layers": "Layers",
-    "peers": "Models compared with jmp and mpx",
     "autocast": "Autocast",
     "ports": "Tracing of ported models",
     "optimizer": "Optimizer steps",
-    "scale": "Growth with layers, params and devices",
+    "scale": "Growth with layers",
     "inspection": "Audit and compare",
     "memory": "Estimated and measured memory",
     "sharded": "A whole sharded train step",
@@ -43,14 +42,13 @@ QUANTITIES = {"temporary": "memory", "exchange": "communicated"}
 SHOWN = {
     "models": ("saved", "c-bytes", "tracing"),
     "layers": ("saved", "c-bytes"),
-    "peers": ("saved", "c-bytes"),
     "autocast": ("saved", "error"),
     "optimizer": (),  # docs/performance.md has them
-    "scale": ("saved", "tracing", "temporary"),
+    "scale": ("saved", "calls"),
     f"{ACCEL} models": ("cycles", "bytes", "temporary"),
     f"{ACCEL} optimizer": (),
 }  # docs/performance.md has the other quantities of models
-RANGES = ("peers", "autocast", "inspection", "memory")  # tables that the page shows as ranges
+RANGES = ("autocast", "inspection", "memory")  # tables that the page shows as ranges
 EQUAL = 0.005  # a program whose ratios are all this close to 1 is left out
 COMPARED = (
     "scale",

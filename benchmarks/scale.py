@@ -1,215 +1,142 @@
-"""How tracing, compiling and memory grow with layers, params and devices. Straight lines are
-wanted.
+"""How traced programs and the time to trace them grow with layers. Straight lines are wanted.
 
-    python -m benchmarks.scale  # the table: 15 minutes of one core; nothing is allocated or run
-    python -m benchmarks.scale --check  # exits with 1 where a line bends, or a row misses its bound
-    python -m benchmarks.scale --small  # equations, lines and bytes only: 15 s
+    python -m benchmarks.scale  # the table: a few minutes of one core; nothing is compiled or run
+    python -m benchmarks.scale --check  # exits with 1 where a line bends
+    python -m benchmarks.scale --small  # few layers: half a minute
     python -m benchmarks.scale --json FILE
 
-Two kinds of rows. Those that say "beside" hold ours against the same model threaded by hand, or
-plain optax. All others hold what one more layer (param, device) costs at the far end, in the column
-`ours`, against what it costs at the near end: 1 is a straight line.
+The decoder of `benchmarks.models`, narrow. Rows that say "beside" compare it with the same model
+threaded by hand, at the most layers. All others compare what one more layer costs at the far end,
+in the column `ours`, with what it costs at the near end: 1 is a straight line.
 
 equations  of the traced value_and_grad, those in bodies included.
-lines      of the StableHLO that it lowers to.
 saved      bytes that `jax.vjp` keeps for the backward pass beside the function's inputs.
-calls      of Python functions while it is traced, as cProfile counts them: the time to trace,
-           without its noise.
-tracing    CPU seconds of this process for `jax.jit(...).trace`, garbage collection off, the best of
-           two; no bound: on a machine that does other things they are known to a third;
-lowering   for `.lower()`;
-compiling  for `.compile()`, of all of XLA's threads.
-temporary  bytes of temporary memory that the compiled program plans; `moved` is the bytes that it
-           accesses.
-state      bytes of params and optimizer state, from `jax.eval_shape`.
+calls      of Python functions while it is traced, in thousands, as cProfile counts them: the time
+           to trace, without its noise.
 """
 
 from __future__ import annotations
 
-import cProfile
 import dataclasses
-import gc
+import functools
+import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 
-from benchmarks import scale_devices, scale_params
-from benchmarks.autocast import saved_bytes
-from benchmarks.scale_lines import equations, straight
-from benchmarks.scale_models import GROUPS, PROGRAMS, Program
+from benchmarks import models
+from benchmarks.models import Case, Program
+from benchmarks.ports import calls, ported
 from benchmarks.table import Row, run
+from mpmodules import PolicyRules, use_policy
+from policy.autocasting.transform import autocast
 
-LAYERS, FEW_LAYERS = (2, 6, 12, 24, 48, 96), (1, 2, 4)
-COMPILED_LAYERS, PROFILED_LAYERS = (2, 6, 12, 24, 48), (2, 6, 12)
-EXACT, MEMORY = 1.01, 1.05
+LAYERS, FEW_LAYERS = (2, 6, 12, 24), (1, 2, 4)
+EXACT = 1.01
 # autocast rewrites equal layers once: from one layer to two, part of the second is shared.
 SHARED = 1.06
-# A module looks at every rule before its own: with a rule a layer, a small part of the calls is
-# quadratic.
-RULES = 1.05
-COUNTED, SECONDS = ("equations", "lines", "saved"), ("tracing", "lowering")
+# A small part of the calls is quadratic. A module looks at every rule before its own: with a rule a
+# layer, a larger part.
+CALLS, RULES, RULE_A_LAYER = 1.03, 1.07, "linen, a path rule a layer"
+TOKENS = jax.ShapeDtypeStruct((4, 32), jnp.int32)
+SIZES = {"width": 64, "heads": 4, "vocabulary": 256}
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """What a program of some depth costs before it is compiled; the quantities of the table."""
-
-    equations: float
-    lines: float
-    saved: float
-    tracing: float
-    lowering: float
+def decoder(layers: int) -> Case:
+    """Returns the decoder of so many layers."""
+    options = SIZES | {"layers": layers}
+    return Case(f"decoder, {layers} layers", "Transformer", TOKENS, TOKENS, tuple(options.items()))
 
 
-def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU seconds of this process, all threads, for a call; and what it returned. No garbage is
-    collected meanwhile.
-    """
-    gc.disable()
-    try:
-        start = time.process_time()
-        result = call()
-        return time.process_time() - start, result
-    finally:
-        gc.enable()
+def with_a_rule_a_layer(layers: int) -> Program:
+    """Returns our linen decoder with a path rule for each layer, of the policy itself."""
+    program = decoder(layers).programs("linen")["ours"]
+    rules = PolicyRules([(f"block_{i}", models.POLICY) for i in range(layers)])
+    return dataclasses.replace(program, loss=use_policy(models.POLICY, rules)(program.loss))
 
 
-def lowered(program: Program) -> tuple[float, Any, float, Any]:
-    """Seconds to trace the value_and_grad, it traced, seconds to lower that, and it lowered."""
-    function = jax.jit(jax.value_and_grad(program.loss))
-    tracing, traced = seconds(lambda: function.trace(*program.arguments))
-    lowering, low = seconds(traced.lower)
-    return tracing, traced, lowering, low
+def _threaded(api: str, which: str, layers: int) -> Program:
+    return decoder(layers).programs(api)[which]
 
 
-def sizes(names: Sequence[str], layers: int, times: int) -> dict[str, Size]:
-    """Traces and lowers programs of some depth; compiles nothing. Seconds are the best of `times`,
-    taken in turn.
-    """
-    runs: dict[str, list[tuple[float, Any, float, Any]]] = {name: [] for name in names}
-    for _ in range(times):
-        gc.collect()
-        for name in names:
-            runs[name].append(lowered(PROGRAMS[name](layers)))
-    return {name: _size(PROGRAMS[name](layers), runs[name]) for name in names}
+def _autocast(layers: int) -> Program:
+    transform = functools.partial(autocast, policy=models.POLICY, params=0)
+    return models.dtype_free(decoder(layers), transform)
 
 
-def _size(program: Program, runs: Sequence[tuple[float, Any, float, Any]]) -> Size:
-    saved = saved_bytes(
-        lambda params, *others: (program.loss(params, *others), None), program.arguments
+# Each kind of program, of any number of layers; by hand first.
+GROUPS: tuple[dict[str, Callable[[int], Program]], ...] = (
+    {
+        "linen by hand": functools.partial(_threaded, "linen", models.REFERENCE),
+        "linen": functools.partial(_threaded, "linen", "ours"),
+        RULE_A_LAYER: with_a_rule_a_layer,
+        "apply_policy": lambda layers: ported(decoder(layers)),
+        "autocast": _autocast,
+    },
+    {
+        "nnx by hand": functools.partial(_threaded, "nnx", models.REFERENCE),
+        "nnx": functools.partial(_threaded, "nnx", "ours"),
+    },
+)
+
+
+def equations(jaxpr: Any) -> int:
+    """Returns the number of equations of a jaxpr, with those of its bodies."""
+    return sum(1 + sum(map(equations, jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
+
+
+def figures(build: Callable[[], Program]) -> dict[str, float]:
+    """Returns what a program costs, by quantity."""
+    program = build()
+    traced = jax.make_jaxpr(program.step)(*program.arguments)
+    return {
+        "equations": equations(traced.jaxpr),
+        "saved": models.saved_bytes(program),
+        "calls": calls(build),
+    }
+
+
+def straight(
+    quantity: str, name: str, layers: Sequence[int], costs: Sequence[float], bound: float | None
+) -> Row:
+    """Returns the row of what one more layer costs at the far end, and at the near end."""
+    ends = list(itertools.pairwise(zip(layers, costs, strict=True)))
+    near, far = (
+        (after - before) / (more - fewer) for (fewer, before), (more, after) in (ends[0], ends[-1])
     )
-    _, traced, _, low = runs[-1]
-    return Size(
-        equations=equations(traced.jaxpr.jaxpr),
-        lines=low.as_text().count("\n"),
-        saved=saved,
-        tracing=min(found[0] for found in runs),
-        lowering=min(found[2] for found in runs),
-    )
+    between = f"{layers[-2]}-{layers[-1]} / {layers[0]}-{layers[1]}"
+    return Row(quantity, f"{name}, {between}", far, near, bound)
 
 
-def layer_rows(
-    reference: str,
-    names: Sequence[str],
-    depths: Sequence[int],
-    quantities: Sequence[str],
-    times: int,
-) -> Iterator[Row]:
-    """Programs beside what they are held against at the far end, and how straight each grows."""
-    everything = (reference, *names)
-    if times > 1:
-        sizes(everything, 1, 1)  # fills JAX's own caches
-    at = [sizes(everything, layers, times) for layers in depths]
-    for quantity in quantities:
-        lines = {name: [getattr(size[name], quantity) for size in at] for name in everything}
-        for name in names:
-            yield Row(
-                quantity,
-                f"{name} beside {reference}, {depths[-1]} layers",
-                lines[name][-1],
-                lines[reference][-1],
-            )
-        for name in everything:
-            is_bound = quantity in COUNTED and name != reference
-            bound = SHARED if name == "autocast" and depths[0] == 1 else EXACT
-            yield straight(quantity, name, depths, lines[name], bound if is_bound else None)
-
-
-def calls(program: Program) -> int:
-    """How many calls of Python functions it takes to trace the value_and_grad."""
-    profile = cProfile.Profile()
-    profile.runcall(jax.jit(jax.value_and_grad(program.loss)).trace, *program.arguments)
-    return sum(entry.callcount for entry in profile.getstats())  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def call_rows(reference: str, names: Sequence[str], depths: Sequence[int]) -> Iterator[Row]:
-    """Calls to trace, beside what programs are held against, and how straight they grow."""
-    lines: dict[str, list[int]] = {}
-    for name in (reference, *names):
-        found = [
-            calls(PROGRAMS[name](layers)) for layers in (1, *depths)
-        ]  # the first fills JAX's own caches
-        lines[name] = found[1:]
-    for name in names:
-        yield Row(
-            "calls",
-            f"{name} beside {reference}, {depths[-1]} layers",
-            lines[name][-1],
-            lines[reference][-1],
-        )
-    for name, line in lines.items():
-        bound = RULES if "a path rule a layer" in name else EXACT
-        yield straight("calls", name, depths, line, None if name == reference else bound)
-
-
-def compiled_rows(depths: Sequence[int]) -> Iterator[Row]:
-    """What XLA makes of the linen decoder: seconds, temporary memory, bytes accessed."""
-    names = "linen", "linen by hand"
-    lines: dict[tuple[str, str], list[float]] = {}
-    for name in names:
-        for layers in (1, *depths):  # the first loads what a process needs once
-            low = lowered(PROGRAMS[name](layers))[3]
-            compiling, compiled = seconds(low.compile)
-            figures = {
-                "compiling": compiling,
-                "temporary": compiled.memory_analysis().temp_size_in_bytes,
-                "moved": compiled.cost_analysis()["bytes accessed"],
-            }
-            for quantity, figure in figures.items() if layers > 1 else ():
-                lines.setdefault((quantity, name), []).append(figure)
-    for quantity in ("temporary", "moved", "compiling"):
-        ours, hand = (lines[quantity, name] for name in names)
-        yield Row(quantity, f"linen beside linen by hand, {depths[-1]} layers", ours[-1], hand[-1])
-        yield straight(quantity, "linen", depths, ours, None if quantity == "compiling" else MEMORY)
-        yield straight(quantity, "linen by hand", depths, hand, None)
+def bound_of(quantity: str, name: str, layers: Sequence[int]) -> float:
+    """Returns how far a line may bend."""
+    if quantity == "calls":
+        return RULES if name == RULE_A_LAYER else CALLS
+    return SHARED if name == "autocast" and layers[0] == 1 else EXACT
 
 
 def rows(small: bool = False) -> Iterator[Row]:
-    """Every row, as it is measured. `small` counts, and compiles or times nothing."""
-    if small:
-        few = {
-            "linen by hand": ("linen", "autocast"),
-            "nnx by hand": ("nnx",),
-            "scanned by hand": ("scanned",),
+    """Yields every row of a group of programs, as it is measured."""
+    layers = FEW_LAYERS if small else LAYERS
+    for group in GROUPS:
+        found = {
+            name: [figures(functools.partial(build, n)) for n in layers]
+            for name, build in group.items()
         }
-        for reference, names in few.items():
-            yield from layer_rows(reference, names, FEW_LAYERS, COUNTED, 1)
-    else:
-        for reference, names in GROUPS.items():
-            yield from layer_rows(reference, names, LAYERS, (*COUNTED, *SECONDS), 2)
-            if "scanned" not in names:  # traced once for all layers: there is no line
-                yield from call_rows(reference, names, PROFILED_LAYERS)
-        yield from compiled_rows(COMPILED_LAYERS)
-    yield from scale_params.rows(small)
-    yield from scale_devices.rows(small)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run(__doc__, rows, "near, hand", arguments)
+        by_hand, *names = group
+        for quantity in found[by_hand][0]:
+            lines = {name: [at[quantity] for at in each] for name, each in found.items()}
+            for name in names:
+                beside = f"{name} beside {by_hand}, {layers[-1]} layers"
+                yield Row(quantity, beside, lines[name][-1], lines[by_hand][-1])
+            for name, line in lines.items():
+                bound = None if name == by_hand else bound_of(quantity, name, layers)
+                yield straight(quantity, name, layers, line, bound)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, rows, "near, hand"))
