@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from flax.core import Scope as FlaxScope
 
+from policy.autocasting.source_lines import gives_float32, is_file_of_flax
 from policy.core.messages import instruction_after, shown, warn_once
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules
@@ -474,6 +475,9 @@ class GivenDtypes:
     """The dtype arguments of the layers of a port, which the policy replaces. Warns where they
     differ: a layer in float32 beside others was meant.
 
+    Where all others are float32, too, it was meant if a literal says so, and not if it is a field
+    of the model.
+
     Args:
       model: the model's class.
       policy: the policy.
@@ -483,6 +487,7 @@ class GivenDtypes:
     def __init__(self, model: type, policy: Policy, *, is_kept: bool):
         self.model, self.policy, self.is_kept = model, policy, is_kept
         self.seen: dict[str, str] = {}  # a layer's class, by what it was given
+        self.is_mixed = False  # whether a layer was given another dtype than float32
 
     def note(self, layer: Any, dtype: Any) -> None:
         """Notes a layer that was given a `dtype`, or None, and perhaps a `param_dtype`."""
@@ -492,6 +497,7 @@ class GivenDtypes:
             return
         param_dtype = jnp.dtype(layer.param_dtype or jnp.float32)
         dtype = None if dtype is None or self.is_kept else jnp.dtype(dtype)
+        self.is_mixed |= dtype not in (None, jnp.float32)
         lost = [
             f"{name}={given.name}"
             for name, given, default, held in (
@@ -503,13 +509,21 @@ class GivenDtypes:
         self.seen.setdefault(", ".join(lost), type(layer).__name__)
         if len(self.seen) > 1:
             for given, name in self.seen.items():
-                if given:
+                if given and (self.is_mixed or given != "dtype=float32" or self._says(layer)):
                     warn_once(
                         f"apply_policy({self.model.__name__}) gives all layers the dtypes of "
                         f"'{self.policy}', also {name}({given}), which differs from other layers. "
                         "If that is meant, write a rule for it, such as {'head': 'float32'}, or "
                         "pass keep_explicit=True."
                     )
+
+    def _says(self, layer: Any) -> bool:
+        """Returns whether a file of the model has a literal ``dtype=float32``."""
+        classes = {self.model, type(getattr(layer, "parent", self.model))} - {type(None)}
+        modules = (sys.modules.get(cls.__module__) for cls in classes)
+        files = {getattr(module, "__file__", None) or "" for module in modules}
+        users = [file for file in files if not is_file_of_flax(file)]
+        return not users or any(map(gives_float32, users))
 
 
 def warn_where_dropped() -> None:

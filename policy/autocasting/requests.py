@@ -37,6 +37,7 @@ from policy.autocasting.source_lines import (
     calls_a_cast,
     class_of,
     frames,
+    gives_float32,
     is_by_caster,
     is_layers,
     line_of,
@@ -247,6 +248,8 @@ def _tell_layers(lines: Iterable[Equation], half: np.dtype) -> None:
         layer = [code for code in frames(line)[0] if is_layers(code.co_filename)][-1]
         if layer.co_qualname == "Embed.attend" and "nnx" in layer.co_filename:
             continue  # whose dtype is that of its table
+        if not all(gives_float32(code.co_filename) for code in writers(line)):
+            continue  # the dtype of the whole model, which the policy replaces
         warn_once(
             f"{class_of(layer)}, called at {line_of(line)[1]}, has dtype=float32, which other "
             f"matmuls have not, and the policy runs all of them in {half}. For float32, call it "

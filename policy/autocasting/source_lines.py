@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dis
 import functools
 import itertools
@@ -24,6 +25,8 @@ _SPEAKS = re.compile(
 _GIVES = re.compile(r"preferred_element_type|\bdtype\b.*(float32|f32)|force_float32_reductions")
 _CASTS = re.compile("astype|asarray|convert_element_type")
 _FLOAT32 = re.compile("float32|f32", re.IGNORECASE)
+_OF_ARRAYS = re.compile(r"(jnp|np|jax|lax|numpy)\.")
+_OF_MODEL = re.compile(r"(^|\.)(compute_)?dtype(_\w+)?$|^None$|b?float16")
 _OF_CASTS = {"astype", "_astype", "array", "asarray", "__call__", "convert_element_type"}
 _OF_OURS = re.compile("cast_(array|floating|to_)|^cast$|^stops$")
 _PLUMBING = re.compile("bind|process_primitive|current|cache_miss|reraise|jvp|<genexpr>|^meth$")
@@ -145,6 +148,26 @@ def _speaks(code: types.CodeType) -> bool:
 def names_dtypes(code: types.CodeType) -> bool:
     """Returns whether a function, or one inside it, names a cast or a dtype of a result."""
     return any(map(_speaks, _with_nested(code)))
+
+
+@functools.lru_cache(256)
+def gives_float32(file: str) -> bool:
+    """Returns whether a call in a file has a ``dtype`` of its own, such as ``dtype=float32`` or
+    ``dtype=self.head_dtype``, and not that of the whole model; also where there is no source.
+    """
+    lines = linecache.getlines(file)
+    try:
+        nodes = list(ast.walk(ast.parse("".join(lines))))
+    except SyntaxError:  # cells of a notebook may have commands
+        return True
+    given = [
+        ast.unparse(keyword.value)
+        for node in nodes
+        if isinstance(node, ast.Call) and not _OF_ARRAYS.match(ast.unparse(node.func))
+        for keyword in node.keywords
+        if keyword.arg == "dtype"
+    ]
+    return not lines or not all(map(_OF_MODEL.search, given))
 
 
 def is_by_caster(equation: Equation) -> bool:

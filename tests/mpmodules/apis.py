@@ -24,6 +24,7 @@ from tests.programs import Operation, named, operations
 KEY = jax.random.key(0)
 X = jnp.linspace(-1, 1, 12).reshape(3, 4)
 MIXED = "mixed_bfloat16"
+OF_FILE = functools.partial(dict, dtype=jnp.float32)  # stands for a line that gives a layer float32
 NORMAL, ONES = jax.nn.initializers.normal(1.0), jax.nn.initializers.ones
 
 
