@@ -29,6 +29,7 @@ from policy.programs.tracing.trace import Lowered
 
 _OF_FLAX = ("_pytree__", "_object__")  # how the names of what Flax keeps on a module begin
 _NOTHING = object()
+_OBJECTS = {flax_nnx.Pytree, flax_nnx.Variable}  # modules and containers among the first
 
 
 @jax.tree_util.register_static
@@ -263,7 +264,8 @@ class StatefulCall:
 
 
 def _is_object(leaf: Any) -> bool:
-    return isinstance(leaf, (flax_nnx.Module, flax_nnx.Pytree, flax_nnx.Variable))
+    # Asked of the MRO, as `is_reference` does: the metaclasses of modules ask all subclasses.
+    return not _OBJECTS.isdisjoint(type(leaf).__mro__)
 
 
 def _objects(nodes: tuple[Any, ...]) -> list[Any]:
