@@ -37,7 +37,7 @@ from mpmodules.tracing.linen_pure_calls import (
 from policy.core.arrays import cast_floating
 from policy.core.precedence import Effective
 from policy.core.scope import Source, computes_in_half, current_scope, enter, multiplying
-from policy.programs.tracing.trace import is_eager
+from policy.programs.tracing.pure_calls import is_eager
 from policy.quantized.params import require_trainable
 
 # Methods that run as Flax runs them: their dtypes are the carry's and the cache's own.

@@ -36,8 +36,13 @@ from policy.programs.primitives import CASTS, MOVES_DATA
 from policy.programs.rewriting.interpreter import run_at_once
 from policy.programs.rewriting.outlining import outlined
 from policy.programs.thread import thread
-from policy.programs.tracing.pure_calls import PureCall, UnreturnableError
-from policy.programs.tracing.trace import Arguments, ArrayTree, is_eager
+from policy.programs.tracing.pure_calls import (
+    Arguments,
+    ArrayTree,
+    PureCall,
+    UnreturnableError,
+    is_eager,
+)
 
 CANNOT_BE_TRACED = (
     UnreturnableError,

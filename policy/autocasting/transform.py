@@ -42,8 +42,8 @@ from policy.programs.marks import ISLAND
 from policy.programs.primitives import known_primitives
 from policy.programs.rewriting.outlining import outlined
 from policy.programs.thread import during
+from policy.programs.tracing.pure_calls import Arguments
 from policy.programs.tracing.trace import (
-    Arguments,
     function_name,
     is_staged,
     lowered,

@@ -55,7 +55,7 @@ from policy.programs.primitives import (
 )
 from policy.programs.rewriting import interpreter
 from policy.programs.rewriting.interpreter import Body, Interpreter, has_options
-from policy.programs.tracing.trace import ArrayTree
+from policy.programs.tracing.pure_calls import ArrayTree
 
 _HANDS_ON = MOVES_COTANGENTS | ANNOTATES
 """Hand on the numbers of their first operand, in its dtype."""

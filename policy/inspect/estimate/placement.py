@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from policy.inspect.estimate.targets import Target, axes_text
-from policy.programs.tracing.trace import is_array
+from policy.programs.tracing.pure_calls import is_array
 
 _GPUS_OF_A_MACHINE = 8
 

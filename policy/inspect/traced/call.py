@@ -29,12 +29,11 @@ from policy.programs.jaxprs import maker_of, opened
 from policy.programs.primitives import MATMULS
 from policy.programs.reading.matmul_operands import NO_CODES, Codes, codes_of
 from policy.programs.reading.walk import source_of, walk
+from policy.programs.tracing.pure_calls import Arguments, is_array
 from policy.programs.tracing.trace import (
-    Arguments,
     Lowered,
     Traced,
     function_name,
-    is_array,
     lowered,
     trace,
     with_static,

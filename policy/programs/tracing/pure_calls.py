@@ -17,10 +17,85 @@ import jax
 import jax.core
 import numpy as np
 
-from policy.programs.tracing.trace import Arguments, ArrayTree
+from policy.programs.paths import note_keys
 
 _DEPTH = 2  # of objects inside of objects
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, str, bytes, np.generic)
+
+
+def is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def is_eager(array: Any) -> bool:
+    """Returns whether operations on an array run at once, also where they are differentiated."""
+    while isinstance(array, jax.core.Tracer) and hasattr(array, "primal"):
+        array = array.primal
+    return not isinstance(array, jax.core.Tracer)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayTree:
+    """A tree without the arrays in it: its structure and its other leaves, which are static.
+
+    Attributes:
+      treedef: its structure.
+      is_array: for each leaf, whether it is an array or the shape of one.
+      static: the other leaves.
+    """
+
+    treedef: Any
+    is_array: tuple[bool, ...]
+    static: tuple[Any, ...]
+
+    @classmethod
+    def divided(cls, tree: Any) -> tuple[list[Any], ArrayTree]:
+        """Returns the arrays of a tree, and the rest."""
+        leaves, treedef = jax.tree.flatten(tree)
+        dynamic = tuple(map(is_array, leaves))
+        arrays = [leaf for leaf, one in zip(leaves, dynamic, strict=True) if one]
+        static = tuple(leaf for leaf, one in zip(leaves, dynamic, strict=True) if not one)
+        return arrays, ArrayTree(treedef, dynamic, static)
+
+    def filled(self, arrays: Sequence[Any]) -> Any:
+        """Returns the tree with arrays in it."""
+        dynamic, fixed = iter(arrays), iter(self.static)
+        leaves = [next(dynamic) if i else next(fixed) for i in self.is_array]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(ArrayTree):
+    """The arguments of a call, ``(args, kwargs)``. Leaves that are no arrays are part of a program.
+
+    Attributes:
+      arrays: the leaves that are arrays or shapes of arrays.
+    """
+
+    arrays: list[Any]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        arrays, rest = cls.divided((args, kwargs))
+        note_keys(rest.treedef)
+        return cls(rest.treedef, rest.is_array, rest.static, arrays)
+
+    @property
+    def key(self) -> Any:
+        """A key for the programs of one function, besides the shapes of the arrays.
+
+        It may not be hashable.
+        """
+        # -0.0 is not 0.0
+        exact = tuple(leaf.hex() if isinstance(leaf, float) else leaf for leaf in self.static)
+        return self.treedef, self.is_array, exact, tuple(map(type, self.static))
+
+    def names(self) -> list[str]:
+        """Returns the path of each array: ``args[0]['params']['kernel']``, ``kwargs['mask']``."""
+        marks = jax.tree.unflatten(self.treedef, list(self.is_array))
+        paths = [path for path, mark in jax.tree_util.tree_leaves_with_path(marks) if mark]
+        kinds = ("args", "kwargs")
+        return [kinds[getattr(p[0], "idx", 0)] + jax.tree_util.keystr(p[1:]) for p in paths]
 
 
 @dataclasses.dataclass(frozen=True)
