@@ -142,7 +142,8 @@ def run_inside(call: Callable[[], Any], effective: Effective, inner: Source) -> 
     if not scope.boundary_open or (policy == scope.policy and not is_named):
         return outputs
     # Another policy's: the code around it reads it in its own dtype, or as this one returns it.
-    return _marked(outputs, keeps=is_named and _returns_wide(policy))
+    is_wide = policy.output_dtype.itemsize > policy.compute_dtype.itemsize
+    return _marked(outputs, keeps=is_named and is_wide)
 
 
 def run_layer(
@@ -174,10 +175,6 @@ def run_layer(
     return _marked(outputs, call.carry()[1], keeps=is_kept)
 
 
-def _returns_wide(policy: Policy) -> bool:
-    return policy.output_dtype.itemsize > policy.compute_dtype.itemsize
-
-
 def _is_asked(layer: Any) -> bool:
     """Returns whether arguments of a matmul layer say which dtype its result has."""
     names = ("preferred_element_type", "dot_general", "dot_general_cls", "conv_general_dilated")
@@ -203,13 +200,10 @@ def _marked(outputs: Any, carry: Any = None, *, keeps: bool = False) -> Any:
     def marked(x: Any) -> Any:
         if is_reference(x):
             return x
-        return marks.read_in(x, None) if keeps and _is_wide(x) else marks.returned(x)
+        is_kept = keeps and is_floating(x) and x.dtype.itemsize >= 4
+        return marks.read_in(x, None) if is_kept else marks.returned(x)
 
     return jax.tree.map(marked, outputs, is_leaf=is_reference)
-
-
-def _is_wide(x: Any) -> bool:
-    return is_floating(x) and x.dtype.itemsize >= 4
 
 
 def _marked_carry(new: Any, given: Any) -> Any:

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from policy.programs.thread import ThreadValues
 
-class _Calls(threading.local):
-    """The calls of one API under way in this thread.
+
+class _LinenCalls(ThreadValues):
+    """The calls of linen modules under way in this thread.
 
     Attributes:
       recorded: what a summary records of calls, or None where none is being made.
-    """
-
-    recorded: Any = None
-
-    @contextlib.contextmanager
-    def noting(self, **values: Any) -> Iterator[None]:
-        """Sets attributes for a block."""
-        before = {name: getattr(self, name) for name in values}
-        vars(self).update(values)
-        try:
-            yield
-        finally:
-            vars(self).update(before)
-
-
-class _LinenCalls(_Calls):
-    """Those of linen modules.
-
-    Attributes:
       innermost: the module of the innermost call.
       paths: those of the modules, the innermost last.
       root: the module of the root call.
@@ -48,6 +29,7 @@ class _LinenCalls(_Calls):
       traced_model: the same, where it is a whole model and no module of one.
     """
 
+    recorded: Any = None
     innermost: Any = None
     paths: Sequence[tuple[str, ...]] = ()
     root: Any = None
@@ -60,16 +42,18 @@ class _LinenCalls(_Calls):
     traced_model: str = ""
 
 
-class _NnxCalls(_Calls):
-    """Those of nnx modules, and the constructions of modules.
+class _NnxCalls(ThreadValues):
+    """The calls of nnx modules under way in this thread, and the constructions of modules.
 
     Attributes:
+      recorded: what a summary records of calls, or None where none is being made.
       depth: the number of calls.
       inside: the number of calls in the innermost one so far.
       constructions: the constructions, the innermost last.
       path: that of the named module whose call is the innermost in a trace for a report.
     """
 
+    recorded: Any = None
     depth: int = 0
     inside: int = 0
     constructions: Sequence[Any] = ()

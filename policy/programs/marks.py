@@ -53,14 +53,9 @@ _attentions: dict[str, int] = {}  # the texts, and their numbers in order
 _computes_in: dict[str, tuple[np.dtype, Any, str | None]] = {}
 
 
-def is_mark(name: str) -> bool:
-    """Returns whether a name on the stack is one of these marks, not that of a module."""
-    return name.startswith(REGION)
-
-
 def without_marks(path: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the path without this library's own scopes, which rules don't match."""
-    return tuple(name for name in path if name != ISLAND and not is_mark(name))
+    return tuple(name for name in path if name != ISLAND and not name.startswith(REGION))
 
 
 def layer() -> contextlib.AbstractContextManager[Any]:

@@ -11,7 +11,21 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 
-class _Thread(threading.local):
+class ThreadValues(threading.local):
+    """Values that each thread has of its own: the attributes of a subclass."""
+
+    @contextlib.contextmanager
+    def noting(self, **values: Any) -> Iterator[None]:
+        """Sets attributes for a block."""
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+
+class _Thread(ThreadValues):
     """The values of a thread.
 
     Attributes:
@@ -51,14 +65,5 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
-
-
-@contextlib.contextmanager
-def during(**values: Any) -> Iterator[None]:
-    """Sets values of this thread for a block."""
-    before = {name: getattr(thread, name) for name in values}
-    vars(thread).update(values)
-    try:
-        yield
-    finally:
-        vars(thread).update(before)
+during = thread.noting
+"""Sets values of this thread for a block."""
