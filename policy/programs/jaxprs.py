@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
 import jax.extend.core as jex_core
-from jax.interpreters import partial_eval
 
 from policy.programs.primitives import COMBINES, ELEMENTWISE, KERNELS, REMATS
 
@@ -255,13 +254,6 @@ def opened(jaxpr: Any) -> tuple[OpenJaxpr, list[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), consts
 
 
-def remat_program(name: str, params: dict[str, Any]) -> Any:
-    """Returns the closed program of a checkpoint, given its primitive's name and its parameters;
-    None of another primitive.
-    """
-    return jex_core.ClosedJaxpr(params["jaxpr"], ()) if name in REMATS else None
-
-
 def with_consts_as_arguments(jaxpr: Any) -> tuple[Any, list[Any]]:
     """Returns a jaxpr as an open one whose first arguments are its constants, and these."""
     body: Any = opened(jaxpr)[0]
@@ -270,13 +262,6 @@ def with_consts_as_arguments(jaxpr: Any) -> tuple[Any, list[Any]]:
         return body, []
     merged = {"consts": ()} if body is jaxpr else {}  # jax 0.12: an open jaxpr holds them
     return body.replace(**merged, constvars=(), invars=(*body.constvars, *body.invars)), consts
-
-
-def live_part(jaxpr: Any) -> Any:
-    """Returns a closed jaxpr without the equations that no output needs, with its arguments."""
-    body: Any = opened(jaxpr)[0]
-    live, _ = partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)
-    return jex_core.ClosedJaxpr(live, opened(jaxpr)[1])
 
 
 def scan_arity(equation: Equation) -> tuple[int, int]:
@@ -332,16 +317,6 @@ def equations_within(jaxpr: OpenJaxpr, *, once: bool = False) -> Iterator[Equati
             waiting.extend(inner)
 
 
-def constants_within(program: Any) -> dict[Any, Any]:
-    """Returns the arrays that a program and those inside of it hold, by their variables."""
-    body, consts = opened(program)
-    found = dict(zip(body.constvars, consts, strict=True))
-    for equation in body.eqns:
-        for one in subprograms(equation):
-            found |= constants_within(one.jaxpr)
-    return found
-
-
 def runs_any(jaxpr: OpenJaxpr, names: Collection[str]) -> bool:
     """Returns whether an open jaxpr, or a program that it runs, has one of these primitives.
 
@@ -351,13 +326,6 @@ def runs_any(jaxpr: OpenJaxpr, names: Collection[str]) -> bool:
         equation.primitive.name in names
         or any(one.is_run and runs_any(one.body, names) for one in subprograms(equation))
         for equation in jaxpr.eqns
-    )
-
-
-def combines_by(equation: Equation, names: Collection[str]) -> bool:
-    """Returns whether a program of an equation contains one of these primitives."""
-    return any(
-        inner.primitive.name in names for program in programs_of(equation) for inner in program.eqns
     )
 
 
@@ -377,36 +345,6 @@ def is_unwritten(jaxpr: OpenJaxpr, first: int = 0) -> list[bool]:
         if isinstance(atom, jex_core.Literal) or atom not in given
     }
     return [getattr(variable.aval, "shape", None) not in written for variable in jaxpr.invars]
-
-
-def maker_of(jaxpr: Any, place: int) -> Any:
-    """Returns the equation that makes an output of a jaxpr, inside the calls that return it.
-
-    A call that returns its argument, as an identity with a derivative of its own, makes nothing:
-    the maker is that of the operand. Returns None if the output is an argument of the jaxpr.
-    """
-    return _maker_or_variable(jaxpr, place)[0]
-
-
-def _maker_or_variable(jaxpr: Any, place: int) -> tuple[Any, Any]:
-    """Returns the equation that makes an output, or None and the argument or constant it is."""
-    body, _ = opened(jaxpr)
-    variable = body.outvars[place]
-    for equation in reversed(body.eqns):
-        if variable not in equation.outvars:
-            continue
-        inner = held_program(equation)
-        called = None if inner is None else opened(inner)[0]
-        if called is None or len(called.outvars) != len(equation.outvars):
-            return equation, None
-        maker, handed = _maker_or_variable(inner, equation.outvars.index(variable))
-        if maker is not None:
-            return maker, None
-        is_call = equation.primitive.name != "scan" and len(called.invars) == len(equation.invars)
-        if not is_call or handed not in called.invars:
-            return equation, None
-        variable = equation.invars[called.invars.index(handed)]
-    return None, variable
 
 
 def held_program(equation: Equation) -> Any:
@@ -437,31 +375,3 @@ def repeated_programs(jaxpr: OpenJaxpr) -> frozenset[int]:
                 bodies.append(body)
             counts[id(program)] += body is None or len(body.eqns) >= _SHARED
     return frozenset(identity for identity, count in counts.items() if count > 1)
-
-
-def donated_inputs(jaxpr: Any, *, is_wrapped: bool = False) -> tuple[int, ...]:
-    """Returns the positions of a program's arguments that a function jitted with donation takes.
-
-    Args:
-      jaxpr: the program.
-      is_wrapped: whether a transform has put a jit of its own around the user's program.
-    """
-    body, _ = opened(jaxpr)
-    places = {id(variable): i for i, variable in enumerate(body.invars)}
-    operands = (
-        id(equation.invars[operand])
-        for equation in body.eqns
-        for operand in _donated_operands(equation, is_wrapped)
-    )
-    return tuple(sorted({places[operand] for operand in operands if operand in places}))
-
-
-def _donated_operands(equation: Any, is_wrapped: bool) -> Iterator[int]:
-    """Yields the operands that an equation may overwrite, or that the programs inside it may."""
-    for operand, is_donated in enumerate(equation.params.get("donated_invars", ())):
-        if is_donated:
-            yield operand
-    for program in subprograms(equation) if is_wrapped else ():
-        if program.role == "call" and program.operands is not None:
-            for position in donated_inputs(program.jaxpr):
-                yield program.operands[position]

@@ -32,8 +32,9 @@ from policy.inspect.traced.module_values import (
 )
 from policy.inspect.traced.passes import Device, in_passes, is_in_passes
 from policy.inspect.traced.placed import ModulePass, PlacedValue
+from policy.inspect.traced.program_facts import live_part
 from policy.inspect.traced.upcast import Upcast, dtype_of, widen
-from policy.programs.jaxprs import Equation, OpenJaxpr, bind, live_part, opened, scan_arity
+from policy.programs.jaxprs import Equation, OpenJaxpr, bind, opened, scan_arity
 from policy.programs.paths import divided, once
 from policy.programs.primitives import INLINED
 from policy.programs.reading.matmul_operands import LIMITS_CODES, QuantizedOperand

@@ -16,8 +16,8 @@ from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.core.scope import current_policy, use_policy
 from policy.inspect.traced.call import Route, checked_policy, input_paths, short_text, traced_call
+from policy.inspect.traced.program_facts import donated_inputs
 from policy.programs.frameworks import FRAMEWORKS
-from policy.programs.jaxprs import donated_inputs
 from policy.programs.tracing.pure_calls import is_array
 from policy.programs.tracing.trace import Traced, function_name, lowered, origins_of
 

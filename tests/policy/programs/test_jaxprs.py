@@ -1,4 +1,4 @@
-"""The programs inside equations: roles, operands, constants, and what a program donates."""
+"""The programs inside equations: roles, operands and constants."""
 
 import functools
 
@@ -87,26 +87,12 @@ def test_constants_can_be_arguments():
     assert len(body.invars) == 1 + len(consts) and not body.constvars
 
 
-def test_dead_equations_leave_and_arguments_stay():
-    live = jaxprs.live_part(jax.make_jaxpr(lambda x, y: (jnp.cos(y), jnp.sin(x))[1])(X, X))
-    body = jaxprs.opened(live)[0]
-    assert [e.primitive.name for e in body.eqns] == ["sin"] and len(body.invars) == 2
-
-
 def test_runs_any_enters_programs_but_no_combinations():
     run = functools.partial(jaxprs.runs_any, jaxprs.opened(jax.make_jaxpr(scanned)(X))[0])
     assert run({"mul"}) and not run({"sin"})
     summed = jax.make_jaxpr(lambda x: lax.reduce(x, 0.0, lambda a, b: a + 2 * b, (0,)))(X)
     body = jaxprs.opened(summed)[0]
     assert not jaxprs.runs_any(body, {"mul"})
-    assert jaxprs.combines_by(body.eqns[-1], {"mul"})
-
-
-def test_donated_inputs_are_those_of_the_jitted_function():
-    step = jax.jit(lambda a, b: (a + b, b * 2), donate_argnums=1)
-    assert jaxprs.donated_inputs(jax.make_jaxpr(lambda a, b: step(a, b))(X, X)) == (1,)
-    assert jaxprs.donated_inputs(jax.make_jaxpr(lambda a, b: a + b)(X, X)) == ()
-    assert jaxprs.donated_inputs(jax.make_jaxpr(lambda a, b: step(a + 1, b))(X, X)) == (1,)
 
 
 def block(x, scale):

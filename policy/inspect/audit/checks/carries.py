@@ -24,9 +24,9 @@ from policy.inspect.audit.flow import (
     users,
     views,
 )
+from policy.inspect.traced.program_facts import combines_by
 from policy.programs import primitives as ops
 from policy.programs.dtypes import is_inexact_name
-from policy.programs.jaxprs import combines_by
 from policy.programs.reading.graph import Node, Value, is_joint
 from policy.programs.reading.walk import written_at
 

@@ -11,8 +11,8 @@ from jax.core import Tracer
 
 from policy.inspect.audit.findings import REDUCTION, Finding, finding, sum_limit
 from policy.inspect.audit.flow import LARGEST, Flow, is_narrow, moved_from
+from policy.inspect.traced.program_facts import combines_by
 from policy.programs import primitives as ops
-from policy.programs.jaxprs import combines_by
 from policy.programs.operations import sums
 from policy.programs.reading.graph import Node, Value
 
