@@ -17,13 +17,13 @@ from jax.extend import source_info_util
 
 from policy.core.scope import use_policy
 from policy.inspect.traced.placed import Reference
-from policy.inspect.traced.program_facts import constants_within, remat_program
+from policy.inspect.traced.program_facts import constants_within
 from policy.inspect.traced.upcast import dtype_of, dtypes_of, keeps, widen
 from policy.programs.dtypes import F32, holds_half, is_half
 from policy.programs.jaxprs import Equation, equations_within, opened
 from policy.programs.module_paths import module_path
 from policy.programs.paths import Path
-from policy.programs.primitives import COMPARISONS, DRAWS, HOST, READS_BITS
+from policy.programs.primitives import COMPARISONS, DRAWS, HOST, READS_BITS, REMATS
 from policy.programs.reading.walk import Site, frames_of, walk, written_at
 
 _RANDOM = os.path.dirname(inspect.getfile(inspect.unwrap(jax.random.uniform)))
@@ -49,9 +49,9 @@ class _Float32Trace(jax.core.Trace):
         self.outer = outer
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
-        program = remat_program(primitive.name, params)
-        if program is not None and any(map(is_half, dtypes_of(opened(program)[0]))):
+        if primitive.name in REMATS and any(map(is_half, dtypes_of(params["jaxpr"]))):
             with jex_core.set_current_trace(self):
+                program = jex_core.ClosedJaxpr(params["jaxpr"], ())
                 return jex_core.jaxpr_as_fun(program)(*tracers)
         with jex_core.set_current_trace(self.outer):
             if primitive.name not in HOST and primitive.name not in READS_BITS:

@@ -11,7 +11,6 @@ import jax.extend.core as jex_core
 from jax.interpreters import partial_eval
 
 from policy.programs.jaxprs import Equation, held_program, opened, programs_of, subprograms
-from policy.programs.primitives import REMATS
 
 
 def maker_of(jaxpr: Any, place: int) -> Any:
@@ -94,10 +93,3 @@ def constants_within(program: Any) -> dict[Any, Any]:
         for one in subprograms(equation):
             found |= constants_within(one.jaxpr)
     return found
-
-
-def remat_program(name: str, params: dict[str, Any]) -> Any:
-    """Returns the closed program of a checkpoint, given its primitive's name and its parameters;
-    None of another primitive.
-    """
-    return jex_core.ClosedJaxpr(params["jaxpr"], ()) if name in REMATS else None
