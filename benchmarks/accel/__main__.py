@@ -14,7 +14,6 @@ models      value_and_grad of models in both APIs, beside Flax's with dtype=bflo
 layers      layers alone
 optimizer   optimizer steps, beside Optax, jmp and mpx
 sharded     a whole training step, fully sharded
-scale       a model of 8 billion parameters: whether it fits
 bias        a bias in the accumulator, which the layers don't do, beside one added to the rounded
             product
 eight_bits  matmuls in 8 bits beside bfloat16, by width
@@ -61,7 +60,6 @@ TABLES = {
     "layers": Table("benchmarks.accel.layers", tuple(targets.CHIPS)),
     "optimizer": Table("benchmarks.accel.optimizer", ("v5e",)),
     "sharded": Table("benchmarks.accel.sharded", ("v5e",)),
-    "scale": Table("benchmarks.accel.scale", ("v5e", "v5p")),
     "bias": Table("benchmarks.accel.bias", tuple(targets.CHIPS)),
     "eight_bits": Table("benchmarks.accel.eight_bits", tuple(targets.CHIPS)),
     "cache": Table("benchmarks.accel.cache", tuple(targets.CHIPS)),

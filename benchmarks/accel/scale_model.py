@@ -1,8 +1,7 @@
-"""A decoder of Llama 3's shape, layers scanned and rematerialized, in this library's layers and in
-Flax's by hand.
+"""A decoder of Llama 3's shape, layers scanned and rematerialized.
 
-RMSNorm, rotary positions, eight key-value heads to 32 query heads, a gated MLP. One class serves
-both: the layers come from `nn`, and a dtype is threaded through where `nn` is Flax's.
+RMSNorm, rotary positions, eight key-value heads to 32 query heads, a gated MLP. The
+layers come from `nn`: `mpmodules.linen`, or a namespace with its names.
 """
 
 from __future__ import annotations
@@ -12,22 +11,15 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax.linen
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx as flax_nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-import mpmodules.linen
-import mpmodules.nnx
 from policy.losses import linear_softmax_cross_entropy
-
-FLAX = flax.linen, flax_nnx
-OURS = mpmodules.linen, mpmodules.nnx
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,17 +105,11 @@ def targets(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
 def causal(nn: Any) -> Callable[..., jax.Array]:
     """Returns causal attention over grouped key heads: (B, T, N, H) and (B, T, K, H) twice -> (B,
     T, N, H).
-
-    By hand it is JAX's, with logits and softmax in float32: Flax's own does not take fewer key
-    heads than query heads.
     """
-    if nn in FLAX:
-        return functools.partial(jax.nn.dot_product_attention, is_causal=True)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        is_nnx = nn is mpmodules.nnx
-        causal = {"is_causal": True} if is_nnx else {"mask": nn.make_causal_mask(query[..., 0, 0])}
-        return nn.dot_product_attention(query, key, value, **causal, attention_axes=batch_spec())
+        mask = nn.make_causal_mask(query[..., 0, 0])
+        return nn.dot_product_attention(query, key, value, mask=mask, attention_axes=batch_spec())
 
     return attend
 
@@ -191,63 +177,5 @@ def decoder_of(nn: Any) -> Any:
             if not head:
                 return x
             return split(nn.Dense(size.vocabulary, use_bias=False, name="head", **threaded)(x))
-
-    return Decoder
-
-
-@functools.cache
-def nnx_decoder_of(nnx: Any) -> Any:
-    """Returns the decoder's class over `flax.nnx` or `mpmodules.nnx`."""
-    attend = causal(nnx)
-
-    class Block(nnx.Module):
-        def __init__(self, size: Size, rngs: Any, **threaded: Any):
-            width, options = size.width, {"use_bias": False, "rngs": rngs, **threaded}
-            norm = functools.partial(nnx.RMSNorm, width, epsilon=1e-5, rngs=rngs, **threaded)
-            self.attention_norm, self.mlp_norm = norm(), norm()
-            self.query = nnx.LinearGeneral(width, (size.heads, size.head_width), **options)
-            self.key = nnx.LinearGeneral(width, (size.key_heads, size.head_width), **options)
-            self.value = nnx.LinearGeneral(width, (size.key_heads, size.head_width), **options)
-            self.out = nnx.LinearGeneral(
-                (size.heads, size.head_width), width, axis=(-2, -1), **options
-            )
-            self.gate, self.up = (nnx.Linear(width, size.mlp_width, **options) for _ in range(2))
-            self.down = nnx.Linear(size.mlp_width, width, **options)
-
-        def __call__(self, x: jax.Array) -> jax.Array:  # (B, T, width)
-            x = split(x)
-            h = self.attention_norm(x)
-            operands = rotary(self.query(h)), rotary(self.key(h)), self.value(h)
-            h = attend(*(checkpoint_name(x, "projections") for x in operands))
-            x = split(x + self.out(h))
-            h = self.mlp_norm(x)
-            gate = checkpoint_name(self.gate(h), "gate")
-            return split(x + self.down(nnx.silu(gate) * self.up(h)))
-
-    class Decoder(nnx.Module):
-        """(B, T) tokens -> (B, T, vocabulary) logits, or without the head (B, T, width)."""
-
-        def __init__(self, size: Size, rngs: Any, remat: Any = None, **threaded: Any):
-            @nnx.split_rngs(splits=size.layers)
-            @nnx.vmap(in_axes=0, out_axes=0)
-            def stacked(rngs: Any) -> Block:
-                return Block(size, rngs, **threaded)
-
-            self.remat = remat
-            self.embed = nnx.Embed(size.vocabulary, size.width, rngs=rngs, **threaded)
-            self.layers = stacked(rngs)
-            self.norm = nnx.RMSNorm(size.width, epsilon=1e-5, rngs=rngs, **threaded)
-            self.head = nnx.Linear(
-                size.width, size.vocabulary, use_bias=False, rngs=rngs, **threaded
-            )
-
-        def __call__(self, tokens: jax.Array, head: bool = True) -> jax.Array:
-            @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-            @functools.partial(nnx.remat, prevent_cse=False, policy=self.remat)
-            def run(block: Block, x: jax.Array) -> jax.Array:
-                return block(x)
-
-            x = split(self.norm(run(self.layers, split(self.embed(tokens)))))
-            return split(self.head(x)) if head else x
 
     return Decoder

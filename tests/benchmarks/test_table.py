@@ -68,7 +68,7 @@ def test_every_table_is_a_module_and_is_chosen_by_its_name():
         (everything.main, "models --on v5e", "--on is of the tables accel, estimates and memory"),
         (accel.main, "--only modles", "There is no table 'modles' of accelerators. Tables:"),
         (accel.main, "--only models --on v9", "There is no target 'v9'."),
-        (accel.main, "--only scale --on h100", "No table has rows of h100. Chips: scale: v5e"),
+        (accel.main, "--only sharded --on h100", "No table has rows of h100. Chips: sharded: v5e"),
         (convergence.main, "--small --write", "which no page is made of"),
         (eight_bits.main, "--quick --write", "--write is for the figures of the whole run"),
         (eight_bits.main, "--quick --full", "--quick and --full are two sizes: give one."),
