@@ -33,8 +33,6 @@ TITLES = {
     "memory": "Estimated and measured memory",
     "sharded": "A whole sharded train step",
     "accumulators": "Gradients as accumulators",
-    "monitor": "Monitored steps that are not due",
-    "bias": "Biases",
     "eight_bits": "Matmuls in 8 bits",
 }
 QUANTITIES = {"temporary": "memory", "exchange": "communicated"}

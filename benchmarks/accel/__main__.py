@@ -14,11 +14,8 @@ models      value_and_grad of models in both APIs, beside Flax's with dtype=bflo
 layers      layers alone
 optimizer   optimizer steps, beside Optax, jmp and mpx
 sharded     a whole training step, fully sharded
-bias        a bias in the accumulator, which the layers don't do, beside one added to the rounded
-            product
 eight_bits  matmuls in 8 bits beside bfloat16, by width
 cache       decode steps with keys and values in 8 bits beside bfloat16
-monitor     a monitored train step where it is not due, beside the step alone
 accumulators
             gradients that are accumulators beside those that were rounded
 
@@ -60,10 +57,8 @@ TABLES = {
     "layers": Table("benchmarks.accel.layers", tuple(targets.CHIPS)),
     "optimizer": Table("benchmarks.accel.optimizer", ("v5e",)),
     "sharded": Table("benchmarks.accel.sharded", ("v5e",)),
-    "bias": Table("benchmarks.accel.bias", tuple(targets.CHIPS)),
     "eight_bits": Table("benchmarks.accel.eight_bits", tuple(targets.CHIPS)),
     "cache": Table("benchmarks.accel.cache", tuple(targets.CHIPS)),
-    "monitor": Table("benchmarks.accel.monitor", ("v5e",)),
     "accumulators": Table("benchmarks.accel.accumulators", tuple(targets.CHIPS)),
 }
 QUICK = ("models", "layers", "optimizer")
