@@ -11,7 +11,7 @@ python -m benchmarks --write           # stores the rows in benchmarks/results, 
 python -m benchmarks.page              # measures nothing: docs/benchmarks.md of the stored rows
 python -m benchmarks --json FILE       # the rows of all as JSON, with date, device and versions
 python -m benchmarks gpu               # at most 8 minutes on a GPU
-python -m benchmarks eight_bits        # errors, training and published models in 8 bits: 40
+python -m benchmarks eight_bits        # errors, training and a published model in 8 bits: 30
                                        # minutes
 python -m benchmarks accel             # programs as TPUs and GPUs get them, compiled without one: 2
                                        # hours
@@ -107,7 +107,7 @@ TABLES = {
     ),
     "eight_bits": Table(
         "benchmarks.eight_bits",
-        "errors, training and published models in 8 bits",
+        "errors, training and a published model in 8 bits",
         quick=("--quick",),
         by_default=False,
         writes=True,

@@ -1,4 +1,4 @@
-"""Matmuls in 8 bits beside bfloat16: their errors, where training ends, published models.
+"""Matmuls in 8 bits beside bfloat16: their errors, where training ends, a published model.
 
 python -m benchmarks.eight_bits                  # all tables: 40 minutes on two idle cores
 python -m benchmarks.eight_bits --only errors    # one, or several
@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.eight_bits import characters, errors, images, published, stored
+from benchmarks.eight_bits import characters, errors, published, stored
 from benchmarks.eight_bits.report import Table, environment, into
 from policy import DtypePolicyWarning
 
@@ -27,14 +27,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "eight_bits.md"
 TABLES: dict[str, Callable[[], Table]] = {
     "errors": errors.table,
     "language_model": characters.table,
-    "digits": images.of_digits,
-    "fashion_mnist": images.of_fashion,
     "smollm2": published.smollm2,
     "smollm2_cache": published.smollm2_cache,
     "smollm2_params": stored.smollm2,
-    "minilm": published.minilm,
 }
-ON_PAGE = ("errors", "language_model", "smollm2", "smollm2_cache", "smollm2_params")
 QUICK: dict[str, Callable[[], Table]] = {
     "errors": errors.table,
     "language_model": functools.partial(characters.table, quick=True),
@@ -69,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.only or known:
         tables[name] = known[name]()
         print(f"\n{name}\n\n{tables[name].markdown}", flush=True)
-        if options.write and name in ON_PAGE:
+        if options.write:
             PAGE.write_text(into(PAGE.read_text(), name, tables[name]))
     if options.json:
         found = {name: dataclasses.asdict(table) for name, table in tables.items()}

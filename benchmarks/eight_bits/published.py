@@ -1,4 +1,4 @@
-"""Published models whose weights and activations are multiplied in 8 bits, with no training."""
+"""A published model whose weights and activations are multiplied in 8 bits, with no training."""
 
 from __future__ import annotations
 
@@ -38,11 +38,6 @@ CACHES = {  # of SmolLM2: the dtype of its keys and values
 CACHE_BOUND = 0.005  # nats that an int8 cache may cost
 TOKENS = 20  # generated after each prompt
 WINDOWS, WINDOW, BATCH = 16, 128, 4  # of the text whose loss is taken: tokens
-VERSES = 512
-NEAREST = 10
-
-
-# ------------------------------------------------------------------------------------------ SmolLM2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,59 +156,3 @@ def _of_language(found: dict[str, Language], prompts: int, title: str = "SmolLM2
     )
     header = (title, f"tokens as {first}'s", "loss", f"compared with {first}")
     return Table(header, rows)
-
-
-# ------------------------------------------------------------------------------------------- MiniLM
-
-
-def same_neighbors(
-    similarities: np.ndarray, truth: np.ndarray, count: int = NEAREST
-) -> tuple[float, float]:
-    """Returns how often the nearest other row is the truth's, and the share of the nearest `count`
-    that are the truth's too.
-
-    Args:
-      similarities, truth: (n, n).
-      count: how many neighbors.
-    """
-    orders = []
-    for matrix in (similarities, truth):
-        others = matrix.copy()
-        np.fill_diagonal(others, -np.inf)
-        orders.append(np.argsort(-others, axis=1, kind="stable")[:, :count])
-    ours, true = orders
-    shared = np.mean([np.isin(a, b).mean() for a, b in zip(ours, true, strict=True)])
-    return float((ours[:, 0] == true[:, 0]).mean()), float(shared)
-
-
-def _verses() -> list[str]:
-    """Every 60th verse of the King James text, the first VERSES of those."""
-    from examples import language_model
-
-    return language_model.load_text().splitlines()[::60][:VERSES]
-
-
-def minilm() -> Table:
-    """Embeds sentences with all-MiniLM-L6-v2 under every policy."""
-    from examples import minilm_embeddings as job
-
-    published, verses = list(job.PUBLISHED_SENTENCES), _verses()
-    policies = {name: mp.get_policy(text) for name, text in POLICIES.items()}
-    results = job.run(policies, mp.PolicyRules([]), job.model_directory(), [*published, *verses])
-    truth, rows = results[0].similarities[len(published) :, len(published) :], []
-    for result in results:
-        own = result.similarities[len(published) :, len(published) :]
-        nearest, shared = same_neighbors(own, truth)
-        rows.append(
-            (
-                result.name,
-                f"{job.off_published(result):.4f}",
-                f"{nearest:.1%}",
-                f"{shared:.1%}",
-            )
-        )
-    header = (
-        *("all-MiniLM-L6-v2", "off a published similarity"),
-        *("same nearest verse", f"same among {NEAREST}"),
-    )
-    return Table(header, tuple(rows))

@@ -72,7 +72,7 @@ def test_every_table_is_a_module_and_is_chosen_by_its_name():
         (convergence.main, "--small --write", "which no page is made of"),
         (eight_bits.main, "--quick --write", "--write is for the figures of the whole run"),
         (eight_bits.main, "--quick --full", "--quick and --full are two sizes: give one."),
-        (eight_bits.main, "--quick --only minilm", "minilm: the quick run has errors and"),
+        (eight_bits.main, "--quick --only smollm2", "smollm2: the quick run has errors and"),
         (estimates.main, "--only gpt", "There is no model 'gpt'."),
         (estimates.main, "--quick --write", "small models, which no page is made of."),
         (memory.main, "--only MPL", "No step is named 'MPL'. Steps: MLP, linen, float32"),
