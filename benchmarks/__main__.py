@@ -21,7 +21,7 @@ python -m benchmarks estimates         # train steps on a v5e chip, 256 of them 
 python -m benchmarks estimates --only resnet --on h100:8 --write  # some, into docs/estimates.md
 python -m benchmarks memory            # what ten train steps take, beside the estimate: 3 minutes
 python -m benchmarks memory --on here  # on the GPU or TPU at hand
-python -m benchmarks packages --write  # published packages' models into docs/ports.md; installs
+python -m benchmarks packages --write  # packages' and trainers' models into docs/ports.md; installs
                                        # them: 20 minutes
 python -m benchmarks packages --only griffin e3x  # some of them
 """
@@ -123,7 +123,7 @@ TABLES = {
     ),
     PACKAGES: Table(
         "benchmarks.packages",
-        "published packages' models in bfloat16",
+        "models of packages and trainers in bfloat16",
         quick=None,
         by_default=False,
         writes=True,

@@ -1,9 +1,10 @@
-"""Models of published packages in bfloat16: ported by `apply_policy`, under `autocast`, and by
-their own dtype option.
+"""Models of published packages and trainers in bfloat16: ported by `apply_policy`, under
+`autocast`, and by their own dtype option.
 
 python -m benchmarks.packages          # makes an environment, and prints the table: 20 minutes
 python -m benchmarks.packages --only griffin e3x  # some models, by parts of their names
 python -m benchmarks.packages --environment FOLDER  # keeps the environment there, for the next time
+python -m benchmarks.packages --clones FOLDER  # clones no repository: takes those in the folder
 python -m benchmarks.packages --write  # puts the table into docs/ports.md
 python -m benchmarks.packages --check  # exits with 1 where a bound is missed, and names the rows
 
@@ -106,6 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FOLDER",
         help="where to make the environment and keep it",
     )
+    parser.add_argument(
+        "--clones", type=Path, metavar="FOLDER", help="clones of the trainers' repositories"
+    )
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
     parser.add_argument("--no-swap", action="store_true", help="leave out the import swap")
@@ -114,7 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write and options.only:
         parser.error("--write replaces the whole table: leave out --only")
     with tempfile.TemporaryDirectory() as folder:
-        python = environment.make((options.environment or Path(folder)).absolute())
+        where = (options.environment or Path(folder)).absolute()
+        python = environment.make(where, options.clones)
         found: list[Row] = []
         for row in rows(python, options.only, not options.no_swap):
             found.append(row)

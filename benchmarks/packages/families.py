@@ -22,6 +22,7 @@ FAMILIES = {
     },
     "vision": {"jaxnn": "jaxnn", "flaxdiff": "flaxdiff"},
     "policies": {"rejax": "rejax", "nnx-ppo": "nnx_ppo"},
+    "trainers": {name: name for name in ("big_vision", "scenic", "bonsai", "tunix")},
 }
 
 

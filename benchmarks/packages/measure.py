@@ -20,7 +20,7 @@ from policy.programs.dtypes import dtype_name_of
 from policy.programs.operations import flops_of, kind_of
 from policy.programs.reading.walk import walk
 
-SEEDS = range(64)
+SEEDS = range(16)
 _SPREAD = 0.05  # of what is added to parameters, so that none of them is zero
 _WIDE, _COMPLEX = frozenset(("float32", "float64")), frozenset(("complex64", "complex128"))
 # What is written is what is run: XLA may leave roundings out otherwise.

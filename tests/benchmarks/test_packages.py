@@ -1,13 +1,15 @@
-"""Published packages, imported with our modules."""
+"""Published packages and files of repositories, imported with our modules."""
 
 import ast
 import importlib
+import shutil
+import subprocess
 import sys
 
 import pytest
 from flax import linen as nn
 
-from benchmarks.packages import imports
+from benchmarks.packages import environment, imports
 
 SWAPPED = [
     ("from flax import linen, struct", "from mpmodules import linen\nfrom flax import struct"),
@@ -43,3 +45,24 @@ def test_a_package_is_imported_with_our_modules_and_others_are_not(tmp_path, mon
     assert replaced == {"swapped_package"}
     with pytest.raises(ValueError, match="swapped_package can't be imported with our modules: im"):
         imports.install(["swapped_package"])
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git checks files out")
+def test_the_files_of_a_repository_are_those_of_their_commits(tmp_path):
+    clone = tmp_path / "clones" / "models"
+    git = ["git", "-C", str(clone), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    commits = []
+    clone.mkdir(parents=True)
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    for text in ("first\n", "second\n"):
+        (clone / "vit.py").write_text(text)
+        subprocess.run([*git, "add", "vit.py"], check=True)
+        subprocess.run([*git, "commit", "--quiet", "--message", text], check=True)
+        found = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True)
+        commits.append(found.stdout.decode().strip())
+    checkout = environment.Checkout("https://example.org/models", {commits[0]: ("vit.py",)})
+    environment.check_out(checkout, tmp_path / "clones", tmp_path / "sources")
+    assert (tmp_path / "sources" / "vit.py").read_text() == "first\n"
+    missing = environment.Checkout("https://example.org/models", {commits[0]: ("resnet.py",)})
+    with pytest.raises(subprocess.CalledProcessError):
+        environment.check_out(missing, tmp_path / "clones", tmp_path / "sources")
