@@ -305,9 +305,7 @@ def test_params_beside_those_that_the_optimizer_steps_are_rejected_by_name():
     only_head = nnx.All(nnx.Param, nnx.PathContains(1))
     tx = mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
     optimizer = nnx.Optimizer(model, tx, wrt=only_head)
-    text = (
-        r"Unexpected: layers/0/bias, layers/0/kernel\. Pass the params that the optimizer steps"
-    )
+    text = r"Unexpected: layers/0/bias, layers/0/kernel\. Pass the params that the optimizer steps"
     with pytest.raises(ValueError, match=text):
         masters_of(model, optimizer)
     assert master_params(nnx.state(model, only_head), optimizer)
