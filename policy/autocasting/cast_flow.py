@@ -79,6 +79,7 @@ class SecondTrace(Lines):
       casts: the code of functions that cast to float32.
       elementwise: the elementwise equations, and whether lines cast all of their operands.
       normalizations: squares of Flax's normalizations in compute_dtype.
+      repeated: the results of broadcasts.
       casting: the identities of equations whose programs cast an operand of each matmul in them.
       of_layers: matmuls of layers that obey the policy, whose inputs lines cast to float32.
     """
@@ -86,6 +87,7 @@ class SecondTrace(Lines):
     def __init__(self, jaxpr: Any, *, of_casts: bool = False):
         super().__init__()
         self.casting: set[int] = set()
+        self.repeated: set[Any] = set()
         self.elementwise: list[tuple[Equation, bool]] = []
         self.normalizations: list[Equation] = []
         self.of_layers: list[Equation] = []
@@ -141,7 +143,9 @@ class SecondTrace(Lines):
             self.normalizations.append(equation)
         if results != [OTHER] or marks.mark_of(equation) is not None:
             return results
-        result = _of_float32(equation, values)
+        if name in primitives.BROADCASTS:
+            self.repeated.add(equation.outvars[0])
+        result = _of_float32(equation, values, self.repeated)
         if result == CAST:
             self.casts |= writers(equation)
         return [result]
@@ -179,8 +183,12 @@ def _of(aval: Any) -> str:
     return "" if dtype is None else HALF if is_half(dtype) else OTHER
 
 
-def _of_float32(equation: Equation, values: list[str]) -> str:
-    """Returns what a float32 result of an equation is."""
+def _of_float32(equation: Equation, values: list[str], repeated: set[Any]) -> str:
+    """Returns what a float32 result of an equation is.
+
+    It is computed from a cast if all operands are that were not broadcast: in ``h * d`` and
+    ``h + b`` that is `h`.
+    """
     name, floats = equation.primitive.name, [value for value in values if value]
     if name == "convert_element_type" and floats == [HALF]:
         return cast_by(equation)
@@ -190,15 +198,21 @@ def _of_float32(equation: Equation, values: list[str]) -> str:
             return moved[0]
     if name in primitives.PRODUCTS and _scaled(equation, values) == [CAST]:
         return CAST  # by a number
-    if {CAST, DERIVED, REDUCED}.intersection(floats):
-        return REDUCED if REDUCED in floats or _SUMS.match(name) else DERIVED
-    return OTHER
+    pairs = zip(values, equation.invars, strict=True)
+    whole = [v for v, atom in pairs if v and _is_array(atom) and atom not in repeated]
+    if set(whole or floats) - {CAST, DERIVED, REDUCED}:
+        return OTHER
+    return REDUCED if REDUCED in floats or _SUMS.match(name) else DERIVED
 
 
 def _scaled(equation: Equation, values: Sequence[str]) -> list[str]:
     """Returns what the operands of an equation are that are no numbers."""
     pairs = zip(values, equation.invars, strict=True)
-    return [value for value, atom in pairs if value and getattr(atom.aval, "shape", ())]
+    return [value for value, atom in pairs if value and _is_array(atom)]
+
+
+def _is_array(atom: Any) -> bool:
+    return bool(getattr(atom.aval, "shape", ()))
 
 
 def is_of_layer(equation: Equation) -> bool:

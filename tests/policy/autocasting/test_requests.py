@@ -1,6 +1,7 @@
 """Casts to float32 of both operands of a matmul: wherever they are written, they are obeyed."""
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -138,4 +139,20 @@ def test_a_cast_to_the_dtype_that_the_code_is_given_is_left_to_the_policy(name):
         return x.astype(asked) @ w.astype(asked)
 
     found = precisions(autocast(lambda x, w: code(x, w), "mixed_bfloat16"), X, W)
+    assert found == {("bfloat16", None)}
+
+
+SCALE = jnp.ones(3)
+ELEMENTWISE: dict[str, Any] = {
+    "a scale": lambda x, w: (x @ w * SCALE.astype(jnp.float32)) @ w.T,
+    "a bias": lambda x, w: (x @ w + SCALE.astype(jnp.float32)) @ w.T,
+    "a gate": lambda x, w: (jax.nn.sigmoid((x @ w).astype(jnp.float32)) * (x @ w)) @ w.T,
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_cast_in_front_of_a_product_with_an_activation_is_no_request_for_a_matmul(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = precisions(autocast(ELEMENTWISE[name], "mixed_bfloat16"), X, W)
     assert found == {("bfloat16", None)}
