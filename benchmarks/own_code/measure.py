@@ -20,8 +20,7 @@ from benchmarks.own_code.snippet import Snippet
 from benchmarks.packages.measure import relative_error
 from policy import autocast
 from policy.programs.dtypes import HALVES, dtype_name_of
-from policy.programs.operations import kind_of
-from policy.programs.primitives import CUMULATIVE, MATMULS, WINDOWED
+from policy.programs.primitives import CUMULATIVE, MATMULS, WINDOWED, kind_of
 from policy.programs.reading.walk import walk
 
 POLICIES = ("mixed_bfloat16", "mixed_float16")

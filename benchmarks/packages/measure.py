@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.packages.cases import Case, Way
+from policy.inspect.traced.equation_facts import flops_of
 from policy.programs.dtypes import dtype_name_of
-from policy.programs.operations import flops_of, kind_of
+from policy.programs.primitives import kind_of
 from policy.programs.reading.walk import walk
 
 SEEDS = range(16)

@@ -24,9 +24,9 @@ from policy.inspect.audit.checks.sums import terms_of
 from policy.inspect.audit.findings import MIXED, PROMOTION, Finding, finding
 from policy.inspect.audit.flow import is_cotangent, is_matmul
 from policy.inspect.traced.call import Call, origin_of, parameters_of, traced_call
+from policy.inspect.traced.equation_facts import accumulation_of, operands_of, sums
 from policy.inspect.traced.same_program import first_difference
 from policy.programs.dtypes import HALVES, is_inexact_name
-from policy.programs.operations import accumulation_of, operands_of, sums
 from policy.programs.paths import Path, spelled
 from policy.programs.reading.graph import Graph, Node, is_joint
 from policy.programs.reading.matmul_operands import WeightMatmul, are_codes, weight_matmuls

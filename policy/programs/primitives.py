@@ -571,3 +571,23 @@ def known_primitives(names: Iterable[str], what: str) -> frozenset[str]:
                 f"Nearest: {', '.join(near) if near else 'none'}."
             )
     return checked
+
+
+# The kinds of operations, as reports name them.
+_KINDS = {
+    "dot": DOTS,
+    "convolution": CONVOLUTIONS,
+    "reduction": of_kinds("reduction", "cumulative", "window", "select-sum"),
+    "scatter-add": of_kinds("scatter-sum"),
+    "transcendental": TRANSCENDENTALS,
+    "collective": of_kinds("collective-reduce", "collective-move"),
+    "cast": CASTS,
+    "opaque": of_kinds("kernel", "attention-bwd", "linalg", "fft"),
+}
+OPERATION_KINDS = (*_KINDS, "other")
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+
+
+def kind_of(name: str) -> str:
+    """Returns the kind of a primitive by its name: one of `OPERATION_KINDS`."""
+    return _KIND_OF.get(name, "other")

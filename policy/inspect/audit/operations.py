@@ -11,17 +11,16 @@ from typing import Any
 
 from policy.inspect.audit.findings import Finding
 from policy.inspect.audit.flow import bits, is_eight_bits, is_sixteen_bits, is_wide
-from policy.programs.operations import (
+from policy.inspect.traced.equation_facts import (
     accumulation_of,
     bytes_of,
     float32_precision_of,
     flops_of,
-    kind_of,
     operands_of,
     result_of,
 )
 from policy.programs.paths import parts_of, spelled
-from policy.programs.primitives import ATTENTIONS
+from policy.programs.primitives import ATTENTIONS, kind_of
 from policy.programs.reading.graph import Graph, is_joint
 
 _WIDTHS = {"8 bits": is_eight_bits, "half": is_sixteen_bits, "float32": is_wide}

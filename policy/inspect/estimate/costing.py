@@ -39,10 +39,10 @@ from policy.inspect.hlo.costs import Costs, costs_of
 from policy.inspect.hlo.dump import compiled_with_dump, with_tables
 from policy.inspect.hlo.memory import MemoryUse, library_scratch, memory_of
 from policy.inspect.hlo.provenance import by_spelled_path
+from policy.inspect.traced.equation_facts import flops_of
 from policy.inspect.traced.program_facts import maker_of
-from policy.programs.operations import flops_of, kind_of
 from policy.programs.paths import Path
-from policy.programs.primitives import ATTENTIONS, HOST, KERNELS
+from policy.programs.primitives import ATTENTIONS, HOST, KERNELS, kind_of
 from policy.programs.reading.graph import Graph, is_joint
 from policy.programs.reading.walk import walk
 from policy.programs.tracing.trace import Traced, function_name

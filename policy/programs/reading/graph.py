@@ -10,7 +10,7 @@ import numpy as np
 
 from policy.programs.dtypes import dtype_name, is_floating_dtype
 from policy.programs.jaxprs import Subprogram, opened, subprograms
-from policy.programs.operations import kind_of
+from policy.programs.primitives import kind_of
 from policy.programs.reading.walk import Site, entered, site_of
 
 # The conditionals around a node, and which branch of each.

@@ -28,8 +28,8 @@ from policy.inspect.audit.flow import (
     numbers_in,
     widens,
 )
+from policy.inspect.traced.equation_facts import size
 from policy.programs import primitives as ops
-from policy.programs.operations import size
 from policy.programs.paths import spelled
 from policy.programs.reading.graph import Node, Value, is_joint, readers_past
 

@@ -21,8 +21,8 @@ from policy.inspect.audit.flow import (
     reached,
     views,
 )
+from policy.inspect.traced.equation_facts import size
 from policy.programs import primitives as ops
-from policy.programs.operations import size
 from policy.programs.reading.graph import Node, Value, is_joint
 
 _KEEPS_CODES = ops.MOVES_DATA | ops.CASTS | {"mul"}

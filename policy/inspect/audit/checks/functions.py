@@ -16,8 +16,8 @@ from policy.inspect.audit.flow import (
     makers,
     reached,
 )
+from policy.inspect.traced.equation_facts import sums
 from policy.programs import primitives as ops
-from policy.programs.operations import sums
 from policy.programs.reading.graph import Node, Value, is_joint, readers_past
 
 _STEEPNESS = (

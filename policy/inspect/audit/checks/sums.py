@@ -11,9 +11,9 @@ from jax.core import Tracer
 
 from policy.inspect.audit.findings import REDUCTION, Finding, finding, sum_limit
 from policy.inspect.audit.flow import LARGEST, Flow, is_narrow, moved_from
+from policy.inspect.traced.equation_facts import sums
 from policy.inspect.traced.program_facts import combines_by
 from policy.programs import primitives as ops
-from policy.programs.operations import sums
 from policy.programs.reading.graph import Node, Value
 
 # Windows that may overlap in one element: those of a 3 x 3 max-pool with stride 2 are 4.

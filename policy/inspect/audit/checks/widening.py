@@ -23,14 +23,14 @@ from policy.inspect.audit.flow import (
     users,
     views,
 )
-from policy.programs import primitives as ops
-from policy.programs.operations import (
+from policy.inspect.traced.equation_facts import (
     array_bytes,
     float32_precision_of,
     flops_of,
     size,
     sums,
 )
+from policy.programs import primitives as ops
 from policy.programs.paths import Path, spelled
 from policy.programs.reading import walk
 from policy.programs.reading.graph import Node, Value, is_joint

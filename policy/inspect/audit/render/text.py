@@ -23,7 +23,7 @@ from policy.inspect.audit.operations import (
 from policy.inspect.render.table import Column, Side, Table
 from policy.inspect.render.text import Paint, amount, short
 from policy.programs.dtypes import HALVES
-from policy.programs.operations import OPERATION_KINDS
+from policy.programs.primitives import OPERATION_KINDS
 
 _LISTED = tuple(kind for kind in OPERATION_KINDS if kind not in ("cast", "other"))
 _WIDTH = 118

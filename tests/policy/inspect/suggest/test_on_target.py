@@ -26,10 +26,10 @@ from policy.inspect.suggest.on_target import front_sets
 from policy.inspect.suggest.suggest import suggest
 from policy.inspect.suggest.suggestion import Suggestion
 from policy.inspect.traced.call import traced_call
+from policy.inspect.traced.equation_facts import bytes_of, flops_of
 from policy.inspect.traced.upcast import dtypes_of
 from policy.programs.dtypes import is_half
 from policy.programs.jaxprs import opened
-from policy.programs.operations import bytes_of, flops_of
 from policy.programs.reading.walk import walk
 from tests.benchmarks.accelerators import target
 from tests.policy.errors import exactly, relative

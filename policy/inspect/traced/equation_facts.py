@@ -1,4 +1,4 @@
-"""Kinds of operations, the dtypes in which they run, and their costs."""
+"""Dtypes in which equations run, and their costs."""
 
 from __future__ import annotations
 
@@ -13,24 +13,7 @@ from jax import lax
 from policy.programs import primitives
 from policy.programs.dtypes import HALVES, WIDES, dtype_name_of, is_eight_bits, is_inexact_name
 from policy.programs.jaxprs import Equation
-
-_KINDS = {
-    "dot": primitives.DOTS,
-    "convolution": primitives.CONVOLUTIONS,
-    "reduction": primitives.of_kinds("reduction", "cumulative", "window", "select-sum"),
-    "scatter-add": primitives.of_kinds("scatter-sum"),
-    "transcendental": primitives.TRANSCENDENTALS,
-    "collective": primitives.of_kinds("collective-reduce", "collective-move"),
-    "cast": primitives.CASTS,
-    "opaque": primitives.of_kinds("kernel", "attention-bwd", "linalg", "fft"),
-}
-OPERATION_KINDS = (*_KINDS, "other")
-_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
-
-
-def kind_of(name: str) -> str:
-    """Returns the kind of a primitive by its name: one of `OPERATION_KINDS`."""
-    return _KIND_OF.get(name, "other")
+from policy.programs.primitives import kind_of
 
 
 def sums(equation: Equation) -> bool:
