@@ -19,8 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from policy.programs import primitives
-from policy.programs.reading.graph import Graph, Node, Value
-from policy.programs.reading.matmul_operands import is_cotangent
+from policy.programs.reading.graph import Graph, Node, Value, is_cotangent
 
 MOMENT_ROOTS = primitives.SQUARE_ROOTS | {"pow"}
 COPIES = primitives.FORWARDS | {"row", "rows", "shard", "shards", "branch"}

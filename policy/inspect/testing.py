@@ -25,11 +25,11 @@ from policy.inspect.audit.findings import MIXED, PROMOTION, Finding, finding
 from policy.inspect.audit.flow import is_cotangent, is_matmul
 from policy.inspect.traced.call import Call, origin_of, parameters_of, traced_call
 from policy.inspect.traced.equation_facts import accumulation_of, operands_of, sums
+from policy.inspect.traced.matmul_operands import WeightMatmul, are_codes, weight_matmuls
 from policy.inspect.traced.same_program import first_difference
 from policy.programs.dtypes import HALVES, is_inexact_name
 from policy.programs.paths import Path, spelled
 from policy.programs.reading.graph import Graph, Node, is_joint
-from policy.programs.reading.matmul_operands import WeightMatmul, are_codes, weight_matmuls
 from policy.programs.tracing.trace import function_name, trace
 
 __all__ = [

@@ -31,14 +31,14 @@ from policy.inspect.traced.call import (
     program_of,
     short_text,
 )
+from policy.inspect.traced.matmul_operands import CodedSide
+from policy.inspect.traced.module_paths import lost_prefixes
 from policy.inspect.traced.passes import Device, is_in_passes, require_device
 from policy.inspect.traced.placed import ModulePass
 from policy.inspect.traced.upcast import dtypes_of, rounds
 from policy.programs.dtypes import F32, is_half
 from policy.programs.jaxprs import opened
-from policy.programs.module_paths import lost_prefixes
 from policy.programs.paths import naming, spelled
-from policy.programs.reading.matmul_operands import CodedSide
 from policy.programs.reading.walk import walk
 from policy.programs.tracing.trace import function_name
 

@@ -23,6 +23,7 @@ from policy.inspect.compare.statistics import (
     shares_of_codes,
 )
 from policy.inspect.traced.call import Program
+from policy.inspect.traced.matmul_operands import LIMITS_CODES, QuantizedOperand
 from policy.inspect.traced.module_values import (
     ModuleValueInterpreter,
     ValueOrigin,
@@ -37,7 +38,6 @@ from policy.inspect.traced.upcast import Upcast, dtype_of, widen
 from policy.programs.jaxprs import Equation, OpenJaxpr, bind, opened, scan_arity
 from policy.programs.paths import divided, once
 from policy.programs.primitives import INLINED
-from policy.programs.reading.matmul_operands import LIMITS_CODES, QuantizedOperand
 from policy.programs.rewriting.interpreter import CONTROL_FLOW, handler_of, manual_axes
 
 Dtypes = Literal["as written", "float32"]

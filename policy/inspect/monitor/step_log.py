@@ -10,7 +10,7 @@ import numpy as np
 
 from policy.inspect.monitor.snapshot import KINDS, Kind, NumbersPlace, SnapshotRow, SnapshotRows
 from policy.inspect.monitor.step import TrainStep
-from policy.programs.module_paths import lost_prefixes
+from policy.inspect.traced.module_paths import lost_prefixes
 from policy.programs.paths import Path, naming, spelled
 
 Where = Path | str  # of a module, or of an array among the arguments

@@ -13,10 +13,10 @@ import numpy as np
 from jax import lax
 
 from policy.inspect.monitor.tensor_statistics import bits_of
+from policy.inspect.traced.matmul_operands import CastPlace, place_of_site
 from policy.optim.storage_modes import STORAGE_MODES, StorageMode
 from policy.programs.primitives import ADDITIONS, BITWISE, DRAWS, REASSEMBLES
-from policy.programs.reading.graph import Graph, Node, Value, is_joint, readers_past
-from policy.programs.reading.matmul_operands import CastPlace, is_cotangent, place_of_site
+from policy.programs.reading.graph import Graph, Node, Value, is_cotangent, is_joint, readers_past
 
 
 class ArrayRead(NamedTuple):

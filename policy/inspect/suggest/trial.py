@@ -19,11 +19,11 @@ from policy.inspect.suggest.patterns import reached_path
 from policy.inspect.suggest.search import Search, WideModules
 from policy.inspect.traced.call import Call, Program
 from policy.inspect.traced.equation_facts import bytes_of, flops_of
+from policy.inspect.traced.module_paths import lost_prefixes, module_path
 from policy.inspect.traced.placed import NO_REFERENCE, ModulePass, PlacedValue, Reference
 from policy.inspect.traced.upcast import Upcast, bound_wide, dtype_of, narrowed, widen
 from policy.programs.dtypes import F32, holds_half, is_half
 from policy.programs.jaxprs import Equation, bind, opened, subprograms
-from policy.programs.module_paths import lost_prefixes, module_path
 from policy.programs.paths import Path
 from policy.programs.primitives import ACCUMULATES, CATEGORY_OF, EXACT, MATMULS
 from policy.programs.reading.walk import walk

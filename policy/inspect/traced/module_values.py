@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Self
 
+from policy.inspect.traced.matmul_operands import LIMITS_CODES
 from policy.inspect.traced.placed import (
     NO_REFERENCE,
     ModulePass,
@@ -16,7 +17,6 @@ from policy.inspect.traced.placed import (
 from policy.programs.jaxprs import Equation
 from policy.programs.marks import AUTOCAST, BOUNDARY
 from policy.programs.paths import Path
-from policy.programs.reading.matmul_operands import LIMITS_CODES
 from policy.programs.reading.walk import is_by_layers, layer_of, source_of
 
 

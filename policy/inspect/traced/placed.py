@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple, Self, cast
 
 import jax
 
+from policy.inspect.traced.matmul_operands import EnclosingEquations
+from policy.inspect.traced.module_paths import module_path
 from policy.programs.jaxprs import Equation
-from policy.programs.module_paths import module_path
 from policy.programs.paths import Path, path_of
-from policy.programs.reading.matmul_operands import EnclosingEquations
 from policy.programs.rewriting.interpreter import Interpreter, manual_axes
 
 _HOST = jax.memory.Space.Host

@@ -245,6 +245,11 @@ def _literal(atom: jex_core.Literal) -> Value:
 _JOINTS = frozenset(("carry", "row", "rows", "branch", "shard", "shards"))
 
 
+def is_cotangent(node: Node) -> bool:
+    """Returns whether a node is in the backward pass and is not rematerialized there."""
+    return node.site.is_backward and not node.site.is_recomputed
+
+
 def is_joint(node: Node) -> bool:
     return node.name in _JOINTS
 

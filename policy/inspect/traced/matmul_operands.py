@@ -8,12 +8,12 @@ import os
 from collections.abc import Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
+from policy.inspect.traced.module_paths import module_path
 from policy.programs import primitives
 from policy.programs.dtypes import is_eight_bits, is_inexact_name
 from policy.programs.jaxprs import equations_within, opened
-from policy.programs.module_paths import module_path
 from policy.programs.paths import Path
-from policy.programs.reading.graph import Graph, Node, Value, is_joint, readers_past
+from policy.programs.reading.graph import Graph, Node, Value, is_cotangent, is_joint, readers_past
 from policy.programs.reading.walk import OUR_FOLDER, Site, author_of
 
 PARAMETER, OTHER, COTANGENT = 1, 2, 4  # as bits
@@ -35,11 +35,6 @@ def dependences(graph: Graph, params: Collection[int]) -> dict[int, int]:
                 on |= found.setdefault(id(value), 0)
             found.update((id(out), on) for out in node.outputs)
     return found
-
-
-def is_cotangent(node: Node) -> bool:
-    """Returns whether a node is in the backward pass and is not rematerialized there."""
-    return node.site.is_backward and not node.site.is_recomputed
 
 
 # Return a gradient as it is, scaled, or added to one.
