@@ -10,10 +10,8 @@ dtypes threaded by hand.
 Everything is measured in one run, ours and the reference in turn (A B A B), as medians; `+-` is
 half of the range of the ratios of neighbors. Of rates, a ratio above 1 is faster than the
 reference. Matmuls of float32 run with TF32 on ("TF32", matmul precision "tensorfloat32") and off
-("float32", "highest"). `peak` is the share of what the device's data sheet promises in that dtype
-(benchmarks/gpu_peaks.py); for models, of three times the forward pass's FLOPs. MiB is what XLA
-plans for a step: arguments, outputs and temporaries. Where attention is, the note names its kernel,
-ours first, as read from the compiled programs.
+("float32", "highest"). MiB is what XLA plans for a step: arguments, outputs and temporaries. Where
+attention is, the note names its kernel, ours first, as read from the compiled programs.
 """
 
 from __future__ import annotations
@@ -40,11 +38,10 @@ import jax
 from benchmarks import gpu_measures, gpu_models, table
 from benchmarks.gpu_measures import Line, Sizes
 from benchmarks.gpu_models import SETTINGS, Model
-from benchmarks.gpu_peaks import Peak, peak_of
 
 LIMIT = 480.0
 # Seconds to expect of a job of a kind before one has run; after that, as many as the longest took.
-EXPECTED = {"device": 10.0, "optimizer": 20.0, "attention": 20.0, "model": 70.0}
+EXPECTED = {"optimizer": 20.0, "attention": 20.0, "model": 70.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +53,11 @@ class Job:
     run: Callable[[], Iterator[Line]]
 
 
-def jobs(sizes: Sizes, models: dict[str, Model], peak: Peak | None) -> list[Job]:
+def jobs(sizes: Sizes, models: dict[str, Model]) -> list[Job]:
     """Every job, those that tell most first: what the time doesn't reach is missing at the end."""
 
     def model(name: str, setting: str) -> Job:
-        run = partial(gpu_measures.model, models[name], SETTINGS[setting], sizes, peak)
+        run = partial(gpu_measures.model, models[name], SETTINGS[setting], sizes)
         return Job(f"{name}, {setting}", "model", run)
 
     def step(name: str, beside: str | None = None) -> Job:
@@ -72,13 +69,7 @@ def jobs(sizes: Sizes, models: dict[str, Model], peak: Peak | None) -> list[Job]
         run = partial(gpu_measures.attention, SETTINGS[setting], sizes)
         return Job(f"attention, {setting}", "attention", run)
 
-    matmuls = [
-        Job(f"matmul, {name}", "device", partial(gpu_measures.matmul, setting, sizes, peak))
-        for name, setting in SETTINGS.items()
-    ]
     return [
-        *matmuls,
-        Job("copy", "device", partial(gpu_measures.copy, sizes, peak)),
         step("f32 / bf16, no skipping", beside="plain optax, f32 params, bf16 gradients"),
         attention("bf16"),
         model("decoder", "bf16"),
@@ -118,7 +109,7 @@ class Report:
         """Runs jobs in order, but those that are expected to end after `limit` seconds."""
         longest: dict[str, float] = {}
         self.missing = [job.name for job in jobs]
-        print(f"{table.header()}    +-  peak")
+        print(f"{table.header()}    +-")
         for job in jobs:
             start = time.monotonic()
             if start - self.started + longest.get(job.kind, EXPECTED[job.kind]) > limit:
@@ -154,13 +145,10 @@ class Report:
 
 
 def shown(line: Line) -> str:
-    """A row of the table, with its spread and its share of the peak."""
+    """Returns a row of the table, with its spread."""
     spread = "" if line.spread is None else f"{line.spread:.1%}"
-    share = "" if line.share is None else f"{line.share:.0%}"
-    numbers = table.line(dataclasses.replace(line, note="")).replace(
-        f"{'nan':>11}{'nan':>8}", f"{'unknown':>11}{'':>8}"
-    )
-    return f"{numbers:95}{spread:>6}{share:>6}{f'  ({line.note})' if line.note else ''}".rstrip()
+    numbers = table.line(dataclasses.replace(line, note=""))
+    return f"{numbers:95}{spread:>6}{f'  ({line.note})' if line.note else ''}".rstrip()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -226,8 +214,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tiny = options.tiny or not has_gpu
     memory = (device.memory_stats() or {}).get("bytes_limit", 16e9)
     sizes, models = Sizes.of(memory, tiny=tiny), gpu_models.models(memory, tiny=tiny)
-    peak = peak_of(device.device_kind)
-    print(f"peaks: {peak.source if peak else 'unknown for this device'}")
 
     def give_up() -> None:  # a compilation that takes too long can't be broken off otherwise
         print("Out of time.")
@@ -237,9 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     watch = threading.Timer(options.seconds, give_up)
     watch.daemon = True
     watch.start()
-    chosen = [
-        job for job in jobs(sizes, models, peak) if not options.only or options.only in job.name
-    ]
+    chosen = [job for job in jobs(sizes, models) if not options.only or options.only in job.name]
     report.run(chosen, options.seconds - 10 if has_gpu else options.seconds)
     watch.cancel()
     report.facts["peak_bytes_in_use"] = (device.memory_stats() or {}).get("peak_bytes_in_use")

@@ -1,6 +1,4 @@
-"""What is measured on a device, each a small function that yields lines: matmuls, copies, steps,
-attention, models.
-"""
+"""What is measured on a device: optimizer steps, attention, models. Each function yields lines."""
 
 from __future__ import annotations
 
@@ -15,12 +13,9 @@ import numpy as np
 
 from benchmarks import gpu_models, optimizer
 from benchmarks.gpu_models import Model, Setting
-from benchmarks.gpu_peaks import Peak
 from benchmarks.gpu_timing import Stepper, Timing, interleaved, spread
 from benchmarks.table import Row
 from mpmodules import linen as our_linen
-
-UNKNOWN = float("nan")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,24 +24,15 @@ class Line(Row):
 
     Attributes:
       spread: half of the range of the ratios of neighboring rounds; None where nothing was timed.
-      share: of the device's peak, by its data sheet: ours; None where that is unknown.
     """
 
     spread: float | None = None
-    share: float | None = None
-
-    def as_json(self) -> dict[str, object]:
-        found = super().as_json()
-        return {
-            key: None if value != value else value for key, value in found.items()
-        }  # JSON has no NaN
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """How large everything is, and how long it runs."""
 
-    matmul: int = 8192
     copied: int = 2**28  # float32 numbers: 1 GiB
     stepped: int = 2**28  # params of an optimizer step
     attention: tuple[int, int, int, int] = (8, 2048, 12, 64)  # batch, length, heads, width
@@ -57,7 +43,7 @@ class Sizes:
     def of(cls, memory: float, *, tiny: bool) -> Sizes:
         """For a device of so many bytes; the smallest, for a CPU, where `tiny`."""
         if tiny:
-            return cls(64, 2**10, 2**10, (1, 16, 2, 8), 1e-3, 3)
+            return cls(2**10, 2**10, (1, 16, 2, 8), 1e-3, 3)
         return cls() if memory > 20e9 else cls(copied=2**27, stepped=2**26)
 
 
@@ -71,52 +57,13 @@ def _random(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# The device
+# The optimizer's step
 # --------------------------------------------------------------------------------------------------
-
-
-def matmul(setting: Setting, sizes: Sizes, peak: Peak | None) -> Iterator[Line]:
-    """TFLOP/s of one large square matmul of random numbers, beside the data sheet's."""
-    n, dtype = sizes.matmul, setting.dtype or jnp.float32
-    a, b = (_random(seed, (n, n), dtype) for seed in (0, 1))
-
-    with jax.default_matmul_precision(setting.precision):
-        program = Stepper.of(_product, a, b)
-    seconds = _timed({"ours": program}, sizes)["ours"].median
-    rate = 2 * n**3 / seconds / 1e12
-    promised = peak.of(setting.name) if peak else None
-    share = rate / promised if promised else None
-    yield Line(
-        "TFLOP/s",
-        f"matmul {n}x{n}, {setting.name}, beside its peak",
-        rate,
-        promised or UNKNOWN,
-        share=share,
-    )
-
-
-def _product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return a, a @ b
 
 
 def copier(sizes: Sizes) -> Stepper:
     """Adds one to float32 numbers in place: reads and writes each once."""
     return Stepper.of(lambda x: (x + 1, jnp.zeros(())), jnp.zeros(sizes.copied, jnp.float32))
-
-
-def copy(sizes: Sizes, peak: Peak | None) -> Iterator[Line]:
-    """GB/s of a copy, read and written, beside the data sheet's bandwidth."""
-    rate = 8 * sizes.copied / _timed({"copy": copier(sizes)}, sizes)["copy"].median / 1e9
-    promised = peak.bandwidth if peak else None
-    share = rate / promised if promised else None
-    yield Line(
-        "GB/s", "copy of float32 numbers, beside its peak", rate, promised or UNKNOWN, share=share
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# The optimizer's step
-# --------------------------------------------------------------------------------------------------
 
 
 def optimizer_stepper(row: optimizer.Pipeline, sizes: Sizes) -> tuple[Stepper, int]:
@@ -213,19 +160,14 @@ def attention(setting: Setting, sizes: Sizes) -> Iterator[Line]:
 # --------------------------------------------------------------------------------------------------
 
 
-def model(model: Model, setting: Setting, sizes: Sizes, peak: Peak | None) -> Iterator[Line]:
-    """Tokens or images a second of a train step beside the hand-threaded one; memory, compile time,
-    share of the peak.
-
-    The share counts three times the FLOPs of a forward pass, as is usual (Chowdhery et al. 2022,
-    appendix B).
+def model(model: Model, setting: Setting, sizes: Sizes) -> Iterator[Line]:
+    """Tokens or images a second of a train step beside the hand-threaded one; memory; compile
+    time.
     """
     ours = gpu_models.stepper(model, setting, gpu_models.ours)
     hand = gpu_models.stepper(model, setting, gpu_models.by_hand)
     found = _timed({"ours": ours, "hand": hand}, sizes)
     rates = {which: model.count / timing.median for which, timing in found.items()}
-    promised = peak.of(setting.name) if peak else None
-    flops = 3 * gpu_models.forward_flops(model) / found["ours"].median
     kernels = f"attention: {ours.kernel}, {hand.kernel}" if model.name != "ResNet-50" else ""
     name = f"{model.name}, {setting.name}, by hand"
     yield Line(
@@ -234,7 +176,6 @@ def model(model: Model, setting: Setting, sizes: Sizes, peak: Peak | None) -> It
         rates["ours"],
         rates["hand"],
         spread=spread(found["ours"], found["hand"]),
-        share=flops / promised / 1e12 if promised else None,
         note=kernels,
     )
     yield Line("MiB", name, ours.planned_bytes / 2**20, hand.planned_bytes / 2**20)

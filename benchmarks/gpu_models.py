@@ -20,7 +20,6 @@ from benchmarks import linen_models
 from benchmarks.gpu_timing import Stepper
 from mpmodules import linen as our_linen
 from policy import apply_gradients, loss_scale_of, mixed_precision, value_and_grad
-from policy.programs.jaxprs import equations_within
 
 F32, I32 = jnp.float32, jnp.int32
 LEARNING_RATE = 1e-4
@@ -32,7 +31,7 @@ class Setting:
     """Dtypes of a run: float32 params, and matmuls in `dtype`.
 
     Attributes:
-      name: as it is printed, and as `gpu_peaks.Peak.of` knows it.
+      name: as it is printed.
       dtype: threaded by hand; None is float32.
       policy: ours.
       precision: of float32 matmuls and convolutions, for `jax.default_matmul_precision`.
@@ -250,33 +249,3 @@ def stepper(
     opt_state = jax.jit(init)(params)
     with jax.default_matmul_precision(setting.precision):
         return Stepper.of(step, (params, opt_state, state), *batch(model))
-
-
-def forward_flops(model: Model) -> float:
-    """FLOPs of the matmuls and convolutions of one forward pass, read from its jaxpr: two a
-    multiplication.
-    """
-    module = model.make(flax.linen, None)
-    shapes = jax.eval_shape(module.init, jax.random.key(0), model.x)
-
-    def forward(variables: Any, x: jax.Array) -> Any:
-        return module.apply(variables, x, mutable=["batch_stats"])[0]
-
-    return matmul_flops(jax.make_jaxpr(forward)(shapes, model.x).jaxpr)
-
-
-def matmul_flops(jaxpr: Any) -> float:
-    """FLOPs of every `dot_general` and undilated convolution of a jaxpr and of the programs inside
-    of it.
-    """
-    total = 0.0
-    for equation in equations_within(jaxpr):
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            lengths = [equation.invars[0].aval.shape[axis] for axis in contracted]
-            total += 2 * equation.outvars[0].aval.size * math.prod(lengths)
-        elif equation.primitive.name == "conv_general_dilated":
-            kernel, numbers = equation.invars[1].aval, equation.params["dimension_numbers"]
-            outputs = kernel.shape[numbers.rhs_spec[0]]
-            total += 2 * equation.outvars[0].aval.size * kernel.size / outputs
-    return total
