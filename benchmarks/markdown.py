@@ -68,6 +68,20 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> 
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def into(page: str, part: str, name: str) -> str:
+    """Returns a page with what is between the marks of a name replaced.
+
+    Raises:
+      ValueError: the page has not both marks, in their order.
+    """
+    start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, opening, rest = page.partition(start)
+    _, closing, after = rest.partition(end)
+    if not (opening and closing):
+        raise ValueError(f"The page should have {start} and, after it, {end}.")
+    return f"{before}{start}\n\n{part}\n\n{end}{after}"
+
+
 def note(folder: Path, name: str) -> str:
     """Returns the text `name` of a folder of notes, without its wrapping; "" where it has none."""
     file = folder / f"{name}.md"

@@ -8,6 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import jax
 
+from benchmarks.markdown import into as markdown_into
+from benchmarks.markdown import table as markdown_table
+
 _PACKAGES = ("jax", "flax", "optax")
 
 
@@ -28,8 +31,7 @@ class Table:
     @property
     def markdown(self) -> str:
         """The table in Markdown. The first column is aligned left, the others right."""
-        rule = ("---", *("---:" for _ in self.header[1:]))
-        return "\n".join(f"| {' | '.join(line)} |" for line in (self.header, rule, *self.rows))
+        return markdown_table(self.header, self.rows)
 
 
 def environment() -> str:
@@ -44,35 +46,15 @@ def _version(package: str) -> str:
         return f"{package} not installed"
 
 
-def marks(name: str) -> tuple[str, str]:
-    """Returns the comments around a table of the page."""
-    return f"<!-- eight_bits: {name} -->", f"<!-- end of {name} -->"
-
-
-def section(name: str, table: Table) -> str:
-    """Returns a table as the page shows it, with its command and its environment."""
-    opening, closing = marks(name)
-    command = f"`python -m benchmarks.eight_bits --only {name}`, {environment()}:"
-    return "\n\n".join((f"{opening}\n{command}", table.markdown, closing))
-
-
 def into(page: str, name: str, table: Table) -> str:
-    """Returns a page with one of its tables replaced.
-
-    Raises:
-      ValueError: the page has no place for this table.
-    """
-    opening, closing = marks(name)
-    before, found, rest = page.partition(opening)
-    _, ended, after = rest.partition(closing)
-    if not found or not ended:
-        raise ValueError(f"The page has no place for a table {name!r}: {opening} ... {closing}.")
-    return before + section(name, table) + after
+    """Returns a page with one of its tables replaced, its command and its environment above it."""
+    command = f"`python -m benchmarks.eight_bits --only {name}`, {environment()}:"
+    return markdown_into(page, f"{command}\n\n{table.markdown}", f"eight_bits: {name}")
 
 
 def shown(page: str, name: str) -> Sequence[tuple[str, ...]]:
     """Returns the lines of a table as a page shows it, header and rows, as cells."""
-    opening, closing = marks(name)
-    lines = page.partition(opening)[2].partition(closing)[0].splitlines()
+    opening = f"<!-- eight_bits: {name} -->"
+    lines = page.partition(opening)[2].partition("<!-- end of ")[0].splitlines()
     cells = [tuple(map(str.strip, line.strip("|").split("|"))) for line in lines if line[:1] == "|"]
     return [*cells[:1], *cells[2:]]

@@ -29,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.eight_bits.report import environment
+from benchmarks.markdown import into
 from benchmarks.own_code import measure
 from benchmarks.own_code.models import WAYS
 from benchmarks.own_code.more_snippets import MORE
-from benchmarks.own_code.rows import Row, into, table
+from benchmarks.own_code.rows import Row, table
 from benchmarks.own_code.snippet import Snippet
 from benchmarks.own_code.snippets import FIRST
 from benchmarks.packages.measure import told
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps([_as_json(row) for row in found], indent=1) + "\n")
     if options.write:
         how = f"Medians of {len(measure.SEEDS)} draws, {environment()}:"
-        PAGE.write_text(into(PAGE.read_text(), f"{how}\n\n{table(found)}"))
+        PAGE.write_text(into(PAGE.read_text(), f"{how}\n\n{table(found)}", "own code"))
     missed = [line for row in found for line in row.missed()]
     for line in missed if options.check else ():
         print(f"missed: {line}", file=sys.stderr)

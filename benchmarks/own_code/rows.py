@@ -9,7 +9,6 @@ from benchmarks.markdown import table as markdown_table
 from benchmarks.own_code.measure import POLICIES, Figures
 from benchmarks.own_code.models import WAYS
 
-OPENING, CLOSING = "<!-- own code -->", "<!-- end of own code -->"
 RATIO = 1.25  # the largest error beside autocast's
 Key = tuple[str, str]  # a policy and a way
 
@@ -73,16 +72,3 @@ def table(rows: Sequence[Row]) -> str:
     counted = "\n".join(filter(None, (row.counted() for row in rows)))
     made = markdown_table(head, [row.cells() for row in rows])
     return f"{made}\n\n{counted}" if counted else made
-
-
-def into(page: str, part: str) -> str:
-    """Returns a page with the text between its markers replaced.
-
-    Raises:
-      ValueError: the page has not both markers, in their order.
-    """
-    before, opening, rest = page.partition(OPENING)
-    _, closing, after = rest.partition(CLOSING)
-    if not (opening and closing):
-        raise ValueError(f"The page should have {OPENING} and, after it, {CLOSING}.")
-    return f"{before}{OPENING}\n\n{part}\n\n{CLOSING}{after}"

@@ -35,10 +35,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import into
 from benchmarks.packages import environment
 from benchmarks.packages.families import FAMILIES
 from benchmarks.packages.measure import SEEDS, Figures
-from benchmarks.packages.rows import IDENTICAL, Row, into, table
+from benchmarks.packages.rows import IDENTICAL, Row, table
 
 PAGE = environment.ROOT / "docs" / "ports.md"
 Found = dict[str, dict[str, Any]]
@@ -129,7 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
     print(table(found))
     if options.write:
-        PAGE.write_text(into(PAGE.read_text(), f"Medians of {len(SEEDS)} draws:\n\n{table(found)}"))
+        part = f"Medians of {len(SEEDS)} draws:\n\n{table(found)}"
+        PAGE.write_text(into(PAGE.read_text(), part, "packages"))
     missed = [f"{row.name} ({', '.join(row.missed())})" for row in found if any(row.missed())]
     if missed and options.check:
         print(f"\nmissed: {'; '.join(missed)}", file=sys.stderr)

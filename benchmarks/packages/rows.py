@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
+from benchmarks.markdown import table as markdown_table
 from benchmarks.packages.cases import AUTOCAST, OWN, PORT, Way
 from benchmarks.packages.measure import Figures
 
-OPENING, CLOSING = "<!-- packages -->", "<!-- end of packages -->"
 SHARE, RATIO = (
     0.01,
     1.1,
@@ -91,20 +91,6 @@ def _cell(text: str, limit: int = 160) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """Returns the rows as a Markdown table, and below it a list of what fails."""
-    lines = [list(_HEAD), ["---", *["---:"] * 4], *(row.cells() for row in rows)]
     failing = [f"- {row.name}: {row.failures()}" for row in rows if row.failures()]
-    made = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    made = markdown_table(_HEAD, [row.cells() for row in rows])
     return made + ("\n\n" + "\n".join(failing) if failing else "")
-
-
-def into(page: str, part: str, start: str = OPENING, end: str = CLOSING) -> str:
-    """Returns a page with what is between its markers replaced.
-
-    Raises:
-      ValueError: the page has not both markers, in their order.
-    """
-    before, opening, rest = page.partition(start)
-    _, closing, after = rest.partition(end)
-    if not (opening and closing):
-        raise ValueError(f"The page should have {start} and, after it, {end}.")
-    return f"{before}{start}\n\n{part}\n\n{end}{after}"
