@@ -4,21 +4,22 @@ weights in float32.
     python -m benchmarks.all_reduce          # the table: 10 s on one core; nothing is run
     python -m benchmarks.all_reduce --check  # exits with 1 where a row exchanges another dtype, or
                                              # is above its budget
+    python -m benchmarks.all_reduce --json FILE
 
 Two kernels of 1M elements each, on eight CPU devices. Collectives are read from the program as
-XLA's partitioner left it (XLA:CPU sums in float32 later on, whatever was asked for). `wire` is the
-bytes of their results, an element of the params; `step` is XLA's count of the bytes that AdamW
-moves, an element, from the gradients as they were exchanged.
+XLA's partitioner left it (XLA:CPU sums in float32 later on, whatever was asked for).
+
+wire   bytes of their results, an element of the params, beside a number of the dtype that gradients
+       are asked to cross in.
+step   XLA's count of the bytes that AdamW moves, an element, from the gradients as they were
+       exchanged, beside the step's budget.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import optimizer
 from benchmarks.optimizer import BF16, F32
+from benchmarks.table import Row, run
 from policy import apply_gradients, loss_scale_of, mixed_precision, value_and_grad
 from policy.sharding import Collective, all_reduce, collectives_of, vary
 
@@ -40,8 +42,8 @@ Train = Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of the table.
+class Exchange:
+    """A train step, and what it should exchange.
 
     Attributes:
       name: as it is printed.
@@ -99,30 +101,30 @@ def pmean_of_gradients() -> tuple[Callable[[Any], Any], Train]:
     return tx.init, train
 
 
-def rows() -> list[Row]:
-    """Every row, the peer first."""
+def steps() -> list[Exchange]:
+    """Returns every train step, the peer first."""
     alone = {row.name: row for row in optimizer.pipelines()}
     plain = optimizer.Pipeline("plain optax, f32 / f32", F32, F32, optimizer.plain)
     half = optimizer.Pipeline(
         "remainder", BF16, BF16, optimizer.ours(master_weights="remainder"), 52
     )
     return [
-        Row("JAX and optax: pmean of the gradients", pmean_of_gradients, plain, "float32"),
-        Row("bf16 all-reduce, f32 weights", ours("bfloat16"), alone["f32 / bf16"], "bfloat16"),
-        Row(
+        Exchange("JAX and optax: pmean of the gradients", pmean_of_gradients, plain, "float32"),
+        Exchange("bf16 all-reduce, f32 weights", ours("bfloat16"), alone["f32 / bf16"], "bfloat16"),
+        Exchange(
             "bf16 all-reduce, f32 weights, no skipping",
             ours("bfloat16", skip_nonfinite=False),
             alone["f32 / bf16, no skipping"],
             "bfloat16",
         ),
-        Row("f32 all-reduce, f32 weights", ours("float32"), alone["f32 / f32"], "float32"),
-        Row(
+        Exchange("f32 all-reduce, f32 weights", ours("float32"), alone["f32 / f32"], "float32"),
+        Exchange(
             "bf16 all-reduce, bf16 weights",
             ours("bfloat16", master_weights="remainder"),
             half,
             "bfloat16",
         ),
-        Row(
+        Exchange(
             "jit with sharded arrays, f32 weights",
             ours(None),
             alone["f32 / bf16"],
@@ -132,8 +134,8 @@ def rows() -> list[Row]:
     ]
 
 
-def exchanges(row: Row) -> list[Collective]:
-    """Every collective of the row's train step on all devices. Compiles; runs nothing."""
+def exchanges(row: Exchange) -> list[Collective]:
+    """Returns every collective of a train step on all devices. Compiles; runs nothing."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     init, train = row.make()
     shapes = {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
@@ -151,48 +153,22 @@ def wire(collectives: Sequence[Collective]) -> float:
     return sum(c.size * jnp.dtype(c.dtype).itemsize for c in collectives) / ELEMENTS
 
 
-def print_table(json_file: Path | None = None) -> int:
-    """Prints every row with its collectives, and writes them; returns how many are not as they
-    should be.
-    """
-    written = []
-    print(f"{'':43}{'wire':>6}{'step':>7}{'budget':>8}{'temp':>6}")
-    wrong = 0
-    for row in rows():
-        found = exchanges(row)
-        moved, temporary = optimizer.measure(row.step)
-        budget = row.step.budget
-        is_wrong = {c.dtype for c in found if c.size > 1} != {row.exchanged} or (
-            budget is not None and moved > budget
-        )
-        wrong += is_wrong
-        figures = {"wire": wire(found), "bytes": moved, "temp": temporary, "budget": budget}
-        written.append(
-            {"name": row.name, **figures, "missed": is_wrong, "collectives": list(map(str, found))}
-        )
-        shown = "" if budget is None else f"{budget:g}"
-        mark = "  wrong" if is_wrong else ""
-        print(f"{row.name:43}{wire(found):6.2f}{moved:7.2f}{shown:>8}{temporary:6.2f}{mark}")
-        for collective in found:
-            print(f"    {collective}", flush=True)
-    if json_file is not None:
-        json_file.write_text(json.dumps(written, indent=1) + "\n")
-    return wrong
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="exit with 1 where a row is not as it should be"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
-    options = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    wrong = print_table(options.json)
-    return int(options.check and wrong > 0)
+def rows(small: bool = False) -> Iterator[Row]:
+    """Yields the rows of each train step; all are small."""
+    del small
+    for step in steps():
+        found = exchanges(step)
+        told = "; ".join(map(str, found))
+        bytes_asked = jnp.dtype(step.exchanged).itemsize
+        dtypes = {c.dtype for c in found if c.size > 1}
+        others = ", ".join(sorted(dtypes)) or "none"
+        wrong = "" if dtypes == {step.exchanged} else f"exchanges of {step.exchanged}: {others}"
+        yield Row("wire", step.name, wire(found), bytes_asked, note=told, unknown=wrong)
+        moved, _ = optimizer.measure(step.step)
+        budget = step.step.budget
+        yield Row("step", step.name, moved, budget or moved, None if budget is None else 1.0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    sys.exit(run(__doc__, rows, "asked"))
