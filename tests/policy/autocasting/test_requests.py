@@ -142,7 +142,7 @@ def test_a_cast_to_the_dtype_that_the_code_is_given_is_left_to_the_policy(name):
     assert found == {("bfloat16", None)}
 
 
-SCALE = jnp.ones(3)
+SCALE = jnp.ones((1, 3))
 ELEMENTWISE: dict[str, Any] = {
     "a scale": lambda x, w: (x @ w * SCALE.astype(jnp.float32)) @ w.T,
     "a bias": lambda x, w: (x @ w + SCALE.astype(jnp.float32)) @ w.T,
