@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dis
 import functools
 import itertools
@@ -239,13 +240,12 @@ def _speaking(file: str) -> set[str]:
     modules = [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == file]
     packages = {m.__name__.split(".")[0] for m in modules} - {"__main__"}
     near = (os.path.dirname(file), *(os.sep + package + os.sep for package in packages))
-    return {
-        name
-        for module in modules
-        for held, value in vars(module).items()
-        for function in _casts_in(value, near, set())
-        for name in (held, function)
-    }
+    found: set[str] = set()
+    for name, value in (item for module in modules for item in list(vars(module).items())):
+        with contextlib.suppress(Exception):  # proxies raise whatever they like
+            if functions := set(_casts_in(value, near, set())):
+                found |= {name, *functions}
+    return found
 
 
 def _casts_in(value: Any, near: Sequence[str], seen: set[int]) -> Iterator[str]:

@@ -47,6 +47,14 @@ class Caster:
         return a.astype(jnp.float32)
 
 
+class Proxy:
+    """An object that can't be looked into, as those of web frameworks."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+request = Proxy()
 short = lambda a: a.astype(jnp.float32)  # noqa: E731
 HELPERS = {"upcast": lambda a: a.astype(jnp.float32)}
 part, caster = functools.partial(jnp.asarray, dtype=jnp.float32), Caster()
