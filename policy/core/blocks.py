@@ -17,16 +17,22 @@ import warnings
 from collections.abc import Callable, Generator
 from typing import Any, ClassVar
 
-from policy.core.messages import require_function
+from policy.core.messages import calls_transforms_alone, require_function
 from policy.programs.thread import thread
 
 
 @dataclasses.dataclass
 class _Entered:
-    """A block under way; `block` is None where it was left before one inside it."""
+    """A block under way; `block` is None where it was left before one inside it.
+
+    Attributes:
+      code, offset: where it was entered.
+    """
 
     block: Block | None
     opened: contextlib.AbstractContextManager[Any]
+    code: types.CodeType
+    offset: int
 
 
 class Block:
@@ -49,8 +55,12 @@ class Block:
                 stacklevel=2,
             )
 
-    def _left(self) -> None:
-        """Is called at the end of a block, or of a decorated call, that raised nothing."""
+    def _left(self, *, is_of_transforms: bool = False) -> None:
+        """Is called at the end of a block, or of a decorated call, that raised nothing.
+
+        Args:
+          is_of_transforms: whether the block called `jax.jit` and other transforms alone.
+        """
 
     def _opened(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context that puts the scope in force."""
@@ -59,9 +69,10 @@ class Block:
     def __enter__(self) -> Any:
         self._is_used = True
         opened = self._opened()
-        self._reject_suspension(sys._getframe(1))
+        frame = sys._getframe(1)
+        self._reject_suspension(frame)
         entered = opened.__enter__()
-        thread.blocks.append(_Entered(self, opened))
+        thread.blocks.append(_Entered(self, opened, frame.f_code, frame.f_lasti))
         return entered
 
     def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
@@ -76,7 +87,10 @@ class Block:
         while blocks and blocks[-1].block is None:
             blocks.pop().opened.__exit__(None, None, None)
         if error is None:
-            self._left()
+            frame = sys._getframe(1)
+            is_here = frame.f_code is left.code
+            place = left.code, left.offset, frame.f_lasti
+            self._left(is_of_transforms=is_here and calls_transforms_alone(*place))
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `func` so that each call, or each step of it, runs in a block of its own."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dis
+import functools
+import re
 import types
 import warnings
 from collections.abc import Iterable
@@ -45,6 +47,21 @@ def instruction_after(frame: types.FrameType) -> str:
     """Returns the instruction that takes the result of a frame's call, POP_TOP if it is dropped."""
     code = dis.get_instructions(frame.f_code)
     return next((each.opname for each in code if each.offset > frame.f_lasti), "")
+
+
+_TRANSFORMS = frozenset(
+    ("jit", "pjit", "pmap", "vmap", "grad", "value_and_grad", "checkpoint", "remat", "partial")
+)
+
+
+@functools.lru_cache(256)
+def calls_transforms_alone(code: types.CodeType, start: int, end: int) -> bool:
+    """Returns whether the code between two offsets calls a `jit`, and nothing but transforms."""
+    said = [each for each in dis.get_instructions(code) if start < each.offset < end]
+    calls = [each for each in said if re.fullmatch("CALL(_KW|_FUNCTION_EX)?", each.opname)]
+    names = [each.argval for each in said if each.opname.startswith("LOAD_")]
+    named = [name for name in names if isinstance(name, str) and name in _TRANSFORMS]
+    return "jit" in named and len(calls) == len(named)
 
 
 # --------------------------------------------------------------------------------------------------

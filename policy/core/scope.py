@@ -342,8 +342,16 @@ class use_policy(Block):
     def _opened(self) -> contextlib.AbstractContextManager[Policy | None]:
         return _in_force(self._policy, self._rules, self._axes)
 
-    def _left(self) -> None:
+    def _left(self, *, is_of_transforms: bool = False) -> None:
         policy = self._policy
+        if is_of_transforms and policy is not None and not is_float32(policy):
+            warn_once(
+                f"use_policy('{policy}') is around jax.jit alone, and holds for nothing: a jitted "
+                "function obeys the policy in force where it is called. Put the block around its "
+                "calls."
+            )
+            _unread.pop(id(policy), None)
+            return
         if policy == _context.value.policy or _unread.pop(id(policy), None) is None:
             return
         if policy not in _read:
@@ -352,7 +360,7 @@ class use_policy(Block):
                 "in its block, and no code read the policy. Flax's own layers and JAX's operations "
                 "obey none: import linen or nnx from mpmodules, or call its apply_policy on the "
                 "model, or policy.autocast on the function. The block belongs around the calls of "
-                "a linen model or the construction of an nnx model, not around jax.jit alone."
+                "a linen model or the construction of an nnx model."
             )
 
 

@@ -125,10 +125,8 @@ SCOPES = {
         decorated(lambda: flax.linen.Dense(5).init(KEY, X)),
         with_policy(flax.linen),
     ],
-    "Nothing obeyed … around the calls of a linen model … not around jax.jit": [
-        linen_step(nn, around="construction"),
-        linen_step(nn, around="jit"),
-    ],
+    "Nothing obeyed … around the calls of a linen model": linen_step(nn, around="construction"),
+    "around jax.jit alone … around its calls": linen_step(nn, around="jit"),
 }
 SCOPES_RIGHT = {
     "linen": linen_step(nn),

@@ -268,18 +268,11 @@ MONITORS = {
         "its number, an integer … dict": lambda: monitor(sgd)(P, X),
         "jit … a function such as jax.jit … got True": lambda: monitor(sgd, jit=True),
         "traced: leave jit= out": lambda: jax.jit(monitor(sgd, jit=jax.jit))(0, P, X),
-        "keep … {'decoder/.*': … but got ['activation']": lambda: monitor(sgd, keep=["activation"]),
         "params … positions or names": lambda: monitor(sgd, params=P),
     },
     ValueError: {
         "every … positive … got 0": lambda: monitor(sgd, every=0),
         "every … positive … got 2.5": lambda: monitor(sgd, every=2.5),
-        "keep['head'] … 'gradients' … Kinds are … gradient,": lambda: monitor(
-            sgd, keep={"head": "gradients"}
-        ),
-        "'haed' matched no module": lambda: monitor(sgd, keep={"haed": "param", ".*": "input"})(
-            0, P, X
-        ),
         "no params … params='weights'": [
             lambda: monitor(loss_fn)(0, P, X),
             lambda: monitor(sgd, params=1)(0, P, X),

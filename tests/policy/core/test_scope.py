@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from policy import Policy, PolicyRules, current_policy, get_policy, set_policy, use_policy
+from policy import (
+    DtypePolicyWarning,
+    Policy,
+    PolicyRules,
+    current_policy,
+    get_policy,
+    set_policy,
+    use_policy,
+)
 from policy.core.dtypes import half_dtype
 from policy.core.scope import Scope, Source, current_scope, enter, traced_for
 
@@ -184,3 +192,13 @@ def test_what_is_inside_of_a_module_names_the_module_for_an_argument_and_the_rul
 def test_sources_are_equal_where_both_are_a_module_s_own_or_neither_is():
     assert Source("scope") == Source("global") and hash(Source("scope")) == hash(Source("global"))
     assert Source("argument", own=True) != Source("scope")
+
+
+def test_a_block_around_a_jit_alone_is_told_whatever_obeyed_its_policy_before():
+    with use_policy("bf16"):
+        current_policy()
+    with pytest.warns(DtypePolicyWarning, match=r"around jax\.jit alone"), use_policy("bf16"):
+        step = jax.jit(lambda x: x + 1)
+    with use_policy("bf16"):  # a cached program: says nothing
+        step(jnp.float32(1))
+        step(jnp.float32(1))
