@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import into
+
 
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Makes the parser of ``python -m name``, with the arguments that both commands take."""
@@ -57,6 +59,43 @@ def page_parser(name: str, description: str | None, page: str) -> argparse.Argum
     add("--json", type=Path, metavar="FILE", help="a file to write the figures to")
     add("--markdown", type=Path, metavar="FILE", help="a file to write the page to")
     return made
+
+
+def marked_parser(description: str | None, page: Path) -> argparse.ArgumentParser:
+    """Makes the parser of a command that puts a table between the marks of a page."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = made.add_argument
+    add("--only", nargs="+", default=[], metavar="NAME", help="rows, by parts of their names")
+    add("--write", action="store_true", help=f"put the table into {page.name}")
+    add("--check", action="store_true", help="exit with 1 where a bound is missed")
+    return made
+
+
+def shown_table(
+    options: argparse.Namespace, page: Path, name: str, how: str, table: str, missed: Sequence[str]
+) -> int:
+    """Prints a table, puts it into a page under ``--write``, and names the missed bounds under
+    ``--check``.
+
+    Args:
+      options: those of `marked_parser`.
+      page: the file.
+      name: of the page's marks.
+      how: a sentence above the table.
+      table: in Markdown.
+      missed: the bounds that are missed, a line each.
+
+    Returns:
+      1 where a bound is missed under ``--check``, else 0.
+    """
+    print(table)
+    if options.write:
+        page.write_text(into(page.read_text(), f"{how}\n\n{table}", name))
+    for line in missed if options.check else ():
+        print(f"missed: {line}", file=sys.stderr)
+    return int(options.check and bool(missed))
 
 
 def run_table(

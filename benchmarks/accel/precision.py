@@ -17,7 +17,6 @@ errors     root mean square of the output's difference from float64, divided by 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 import sys
@@ -33,14 +32,15 @@ import numpy as np
 from benchmarks.accel.emulated import emulated
 from benchmarks.accel.program import measure, placed
 from benchmarks.accel.targets import Target
+from benchmarks.command import marked_parser, shown_table
 from benchmarks.eight_bits.report import environment
+from benchmarks.markdown import table as markdown_table
 from mpmodules import linen as nn
 from mpmodules import use_policy
 from policy import audit
 from policy.inspect.hlo.dump import without_cache
 
 PAGE = Path(__file__).parents[2] / "docs" / "float32.md"
-MARKS = "<!-- precision -->", "<!-- end of precision -->"
 PRECISIONS = ("default", "high", "highest")
 WIDTH = 512
 TARGETS = ("v5e:1x1", "h100")
@@ -199,25 +199,20 @@ def _errors(case: Case) -> dict[str, float]:
 def table(rows: Sequence[Row]) -> str:
     """Returns the rows as a table in Markdown."""
     head = ["layer", "cycles", "error: bfloat16", "default", "highest"]
-    lines = ["| " + " | ".join(head) + " |", "| ---" + " | ---:" * (len(head) - 1) + " |"]
-    for row in rows:
-        cells = [
+    cells = [
+        [
             row.name,
             f"{row.cycles['highest']:.2f}",
             *(f"{row.errors[each]:.1e}" for each in ("bfloat16", "default", "highest")),
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        for row in rows
+    ]
+    return markdown_table(head, cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 1 where a bound is missed under ``--check``, else 0."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of names")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
+    parser = marked_parser(__doc__, PAGE)
     options = parser.parse_args(arguments)
     if options.write and options.only:
         parser.error("--write replaces the whole table: leave out --only")
@@ -227,17 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.only or any(part.lower() in case.name.lower() for part in options.only)
     ]
     rows = [row_of(case) for case in chosen]
-    print(table(rows))
-    if options.write:
-        before, _, rest = PAGE.read_text().partition(MARKS[0])
-        _, _, after = rest.partition(MARKS[1])
-        how = f"Compiled and emulated with {environment()}:"
-        inside = f"{MARKS[0]}\n\n{how}\n\n{table(rows)}\n\n{MARKS[1]}"
-        PAGE.write_text(before + inside + after)
     missed = [line for row in rows for line in row.missed()]
-    for line in missed if options.check else ():
-        print(f"missed: {line}", file=sys.stderr)
-    return int(options.check and bool(missed))
+    how = f"Compiled and emulated with {environment()}:"
+    return shown_table(options, PAGE, "precision", how, table(rows), missed)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ A model that fails is a row with the first line of its error.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -28,8 +27,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import marked_parser, shown_table
 from benchmarks.eight_bits.report import environment
-from benchmarks.markdown import into
 from benchmarks.own_code import measure
 from benchmarks.own_code.models import WAYS
 from benchmarks.own_code.more_snippets import MORE
@@ -68,29 +67,19 @@ def rows(only: Sequence[str], counts_only: bool) -> Iterator[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 1 where a bound is missed under ``--check``, else 0."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = marked_parser(__doc__, PAGE)
     add = parser.add_argument
-    add("--only", nargs="+", default=[], metavar="NAME", help="parts of snippets' names")
     add("--counts", action="store_true", help="counts alone, without errors")
-    add("--write", action="store_true", help=f"put the table into {PAGE.name}")
-    add("--check", action="store_true", help="exit with 1 where a bound is missed")
     add("--json", type=Path, metavar="FILE", help="a file to write every row to")
     options = parser.parse_args(arguments)
     if options.write and (options.only or options.counts):
         parser.error("--write replaces the whole table: leave out --only and --counts")
     found = list(rows(options.only, options.counts))
-    print(table(found))
     if options.json:
         options.json.write_text(json.dumps([_as_json(row) for row in found], indent=1) + "\n")
-    if options.write:
-        how = f"Medians of {len(measure.SEEDS)} draws, {environment()}:"
-        PAGE.write_text(into(PAGE.read_text(), f"{how}\n\n{table(found)}", "own code"))
+    how = f"Medians of {len(measure.SEEDS)} draws, {environment()}:"
     missed = [line for row in found for line in row.missed()]
-    for line in missed if options.check else ():
-        print(f"missed: {line}", file=sys.stderr)
-    return int(options.check and bool(missed))
+    return shown_table(options, PAGE, "own code", how, table(found), missed)
 
 
 def _as_json(row: Row) -> dict[str, Any]:

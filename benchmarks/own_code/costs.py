@@ -1,6 +1,7 @@
 """What the one rule costs: tracing the gradient of a decoder, and repeated calls without `jit`.
 
     python -m benchmarks.own_code.costs           # the tables: 3 minutes on two idle cores
+    python -m benchmarks.own_code.costs --only repeated  # a quantity, by a part of its name
     python -m benchmarks.own_code.costs --check   # exits with 1 where a bound is missed
     python -m benchmarks.own_code.costs --write   # puts the table into docs/own_layers.md
 
@@ -13,7 +14,6 @@ calls    seconds of a repeated call without `jit`, divided by those in plain Fla
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import gc
@@ -31,11 +31,13 @@ import jax.numpy as jnp
 
 import mpmodules.linen
 import mpmodules.nnx
+from benchmarks.command import marked_parser, shown_table
 from benchmarks.eight_bits.report import environment
+from benchmarks.markdown import table as markdown_table
 from policy import DtypePolicyWarning, autocast, use_policy
 
 PAGE = Path(__file__).parents[2] / "docs" / "own_layers.md"
-MARKS = "<!-- costs -->", "<!-- end of costs -->"
+REPEATS = 5
 POLICY, LAYERS, WIDTH, HEADS = "mixed_bfloat16", 12, 32, 2
 FLAX = "Flax"
 BOUNDS = {
@@ -232,16 +234,18 @@ def called(function: Callable[..., Any], argument: Any, times: int = 40) -> floa
     return min(found)
 
 
-def rows(repeats: int = 5) -> Iterator[Row]:
-    """Measures every row."""
+def rows(only: Sequence[str] = ()) -> Iterator[Row]:
+    """Measures the rows of the quantities that have a part of `only` in their names, or all."""
     for quantity, bounds in BOUNDS.items():
+        if only and not any(part in quantity for part in only):
+            continue
         is_call = quantity.startswith("repeated")
         for api in ("linen", "nnx"):
             found = programs(api, "small" if is_call else quantity.partition(", ")[2])
             ways = [FLAX, *bounds]
             measure = called if is_call else traced
             times: dict[str, list[float]] = {way: [] for way in ways}
-            for _ in range(repeats + 1):  # the first fills JAX's own caches
+            for _ in range(REPEATS + 1):  # the first fills JAX's own caches
                 for way in ways:
                     times[way].append(measure(*found[way]))
             best = {way: min(each[1:]) for way, each in times.items()}
@@ -251,42 +255,32 @@ def rows(repeats: int = 5) -> Iterator[Row]:
 
 def table(found: Sequence[Row]) -> str:
     """Returns the rows as a table in Markdown."""
-    lines = [
-        "| beside plain Flax | way | linen | nnx | bound |",
-        "| --- | --- | ---: | ---: | ---: |",
-    ]
-    for quantity, bounds in BOUNDS.items():
-        for way, bound in bounds.items():
-            ratios = {
-                row.api: row.ratio for row in found if (row.quantity, row.way) == (quantity, way)
-            }
-            lines.append(
-                f"| {quantity} | {way} | {ratios['linen']:.2f} | {ratios['nnx']:.2f} | {bound} |"
-            )
-    return "\n".join(lines)
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in found:
+        lines.setdefault((row.quantity, row.way), []).append(f"{row.ratio:.2f}")
+    return markdown_table(
+        ["beside plain Flax", "way", "linen", "nnx", "bound"],
+        [[*key, *ratios, str(BOUNDS[key[0]][key[1]])] for key, ratios in lines.items()],
+        left=2,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 1 where a bound is missed under ``--check``, else 0."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
+    parser = marked_parser(__doc__, PAGE)
     options = parser.parse_args(arguments)
+    if options.write and options.only:
+        parser.error("--write replaces the whole table: leave out --only")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DtypePolicyWarning)
-        found = list(rows())
-    print(table(found))
-    if options.write:
-        before, _, rest = PAGE.read_text().partition(MARKS[0])
-        _, _, after = rest.partition(MARKS[1])
-        inside = f"{MARKS[0]}\n\nBest of 5, {environment()}:\n\n{table(found)}\n\n{MARKS[1]}"
-        PAGE.write_text(before + inside + after)
-    missed = [row for row in found if row.ratio > row.bound] if options.check else []
-    for row in missed:
-        print(f"missed: {row.quantity}, {row.way}, {row.api}: {row.ratio:.2f}", file=sys.stderr)
-    return int(bool(missed))
+        found = list(rows(options.only))
+    missed = [
+        f"{row.quantity}, {row.way}, {row.api}: {row.ratio:.2f}"
+        for row in found
+        if row.ratio > row.bound
+    ]
+    how = f"Best of {REPEATS}, {environment()}:"
+    return shown_table(options, PAGE, "costs", how, table(found), missed)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ A model that fails is a row with the first line of its error.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -35,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import into
+from benchmarks.command import marked_parser, shown_table
 from benchmarks.packages import environment
 from benchmarks.packages.families import FAMILIES
 from benchmarks.packages.measure import SEEDS, Figures
@@ -96,12 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit status: 1 where a bound is missed under ``--check``, else
     0.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NAME", help="parts of models' names"
-    )
+    parser = marked_parser(__doc__, PAGE)
     parser.add_argument(
         "--environment",
         type=Path,
@@ -111,8 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--clones", type=Path, metavar="FOLDER", help="clones of the trainers' repositories"
     )
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
     parser.add_argument("--no-swap", action="store_true", help="leave out the import swap")
     parser.add_argument("--json", type=Path, metavar="FILE", help="a file to write every row to")
     options = parser.parse_args(arguments)
@@ -128,14 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.json.write_text(
                     json.dumps([dataclasses.asdict(row) for row in found], indent=1) + "\n"
                 )
-    print(table(found))
-    if options.write:
-        part = f"Medians of {len(SEEDS)} draws:\n\n{table(found)}"
-        PAGE.write_text(into(PAGE.read_text(), part, "packages"))
     missed = [f"{row.name} ({', '.join(row.missed())})" for row in found if any(row.missed())]
-    if missed and options.check:
-        print(f"\nmissed: {'; '.join(missed)}", file=sys.stderr)
-    return int(bool(missed and options.check))
+    how = f"Medians of {len(SEEDS)} draws:"
+    return shown_table(options, PAGE, "packages", how, table(found), missed)
 
 
 if __name__ == "__main__":
