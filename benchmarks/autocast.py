@@ -37,7 +37,6 @@ from typing import Any
 
 import flax.linen
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
@@ -173,30 +172,10 @@ def reused(times: int = 8) -> Case:
 # --------------------------------------------------------------------------------------------------
 
 
-def _bytes(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize
-
-
-def saved_bytes(fn: Loss, arguments: tuple[Any, ...]) -> int:
-    """Bytes of the arrays in the pullback by the params that are no inputs of the function."""
-
-    def saved(params: Any, *others: Any) -> Any:
-        return jax.vjp(lambda params: fn(params, *others), params, has_aux=True)[1]
-
-    jaxpr = jax.make_jaxpr(saved)(*arguments).jaxpr
-    inputs = {id(variable) for variable in jaxpr.invars}
-    kept = {
-        id(atom): atom.aval
-        for atom in jaxpr.outvars
-        if not isinstance(atom, jex_core.Literal) and id(atom) not in inputs
-    }
-    return sum(_bytes(aval) for aval in kept.values())
-
-
 def saved(case: Case) -> Row:
     """Nothing is compiled or run."""
     programs, arguments = case.programs(), case.arguments()
-    ours, hand = (saved_bytes(programs[name], arguments) for name in ("ours", "hand"))
+    ours, hand = (models_saved(Program(programs[name], arguments)) for name in ("ours", "hand"))
     return Row("saved", case.name, ours, hand, SAVED)
 
 

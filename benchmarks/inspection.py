@@ -6,7 +6,7 @@
     python -m benchmarks.inspection --small  # shallower models
     python -m benchmarks.inspection --json FILE
 
-audit      seconds for `policy.audit` of a model, forward and backward, beside those for
+audit      CPU seconds for `policy.audit` of a model, forward and backward, beside those for
            `jax.make_jaxpr` of the same `value_and_grad`: tracing included. Caches warm, a new
            function each time, the median of pairs. The models are those of
            `benchmarks/autocast_models.py`; nothing is compiled, nothing runs.
@@ -16,9 +16,7 @@ Rows of `policy.compare` come from `benchmarks/inspection_compare.py`.
 
 from __future__ import annotations
 
-import gc
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +24,7 @@ import jax
 
 from benchmarks import inspection_compare
 from benchmarks.autocast import Case, decoder, resnet
+from benchmarks.models import cpu_seconds
 from benchmarks.table import Row, run
 from policy import audit
 
@@ -39,17 +38,6 @@ def _step(case: Case, program: str) -> Callable[..., Any]:
     return lambda *arguments: jax.value_and_grad(loss, has_aux=True)(*arguments)
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    gc.collect()
-    gc.disable()
-    try:
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-    finally:
-        gc.enable()
-
-
 def auditing(case: Case, program: str, times: int = TIMES) -> Row:
     """An audit beside the trace that it needs: of a model in float32, or with bfloat16 threaded by
     hand.
@@ -57,8 +45,8 @@ def auditing(case: Case, program: str, times: int = TIMES) -> Row:
     arguments = case.arguments()
     pairs = []
     for _ in range(times + 1):
-        traced = _seconds(lambda: jax.make_jaxpr(_step(case, program))(*arguments))
-        audited = _seconds(lambda: audit(_step(case, program), *arguments))
+        traced = cpu_seconds(lambda: jax.make_jaxpr(_step(case, program))(*arguments))
+        audited = cpu_seconds(lambda: audit(_step(case, program), *arguments))
         pairs.append((audited, traced))
     pairs = sorted(pairs[1:], key=lambda pair: pair[0] / pair[1])  # the first has cold caches
     ours, beside = pairs[len(pairs) // 2]

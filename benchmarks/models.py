@@ -49,6 +49,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Literal
 
 from benchmarks import linen_models, nnx_models, table
 from benchmarks.table import Row
@@ -160,7 +161,11 @@ def saved_bytes(program: Program) -> int:
 
     jaxpr: Any = jax.make_jaxpr(saved)(*program.arguments).jaxpr
     inputs = {id(variable) for variable in jaxpr.invars}
-    kept = {id(atom): atom.aval for atom in jaxpr.outvars if id(atom) not in inputs}
+    kept = {
+        id(atom): atom.aval
+        for atom in jaxpr.outvars
+        if not isinstance(atom, Literal) and id(atom) not in inputs
+    }
     return sum(aval.size * aval.dtype.itemsize for aval in kept.values())
 
 
@@ -220,14 +225,19 @@ def tracing(programs: Mapping[str, Callable[[], Program]], times: int) -> dict[s
 
 
 def traced_in(program: Program) -> float:
-    """CPU seconds of one trace, without collecting garbage, as `timeit`: there is much, and either
-    may meet it.
+    """CPU seconds of one trace."""
+    return cpu_seconds(lambda: jax.make_jaxpr(program.step)(*program.arguments))
+
+
+def cpu_seconds(call: Callable[[], Any]) -> float:
+    """CPU seconds of a call, without collecting garbage, as `timeit`: there is much after a trace,
+    and any of the compared calls may meet it.
     """
     gc.collect()
     gc.disable()
     try:
         start = time.process_time()
-        jax.make_jaxpr(program.step)(*program.arguments)
+        call()
         return time.process_time() - start
     finally:
         gc.enable()

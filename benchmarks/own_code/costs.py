@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import sys
 import time
 import warnings
@@ -34,6 +33,7 @@ import mpmodules.nnx
 from benchmarks.command import marked_parser, shown_table
 from benchmarks.eight_bits.report import environment
 from benchmarks.markdown import table as markdown_table
+from benchmarks.models import cpu_seconds
 from policy import DtypePolicyWarning, autocast, use_policy
 
 PAGE = Path(__file__).parents[2] / "docs" / "own_layers.md"
@@ -213,14 +213,7 @@ def _merged(graph: Any, state: Any) -> Any:
 def traced(function: Callable[..., Any], params: Any) -> float:
     """Returns CPU seconds to trace a gradient anew."""
     loss = lambda params: jnp.mean(jnp.square(function(params)))  # noqa: E731
-    gc.collect()
-    gc.disable()  # a collection looks at all that other programs left
-    try:
-        start = time.process_time()
-        jax.make_jaxpr(jax.grad(loss))(params)
-        return time.process_time() - start
-    finally:
-        gc.enable()
+    return cpu_seconds(lambda: jax.make_jaxpr(jax.grad(loss))(params))
 
 
 def called(function: Callable[..., Any], argument: Any, times: int = 40) -> float:
