@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -38,6 +37,7 @@ import jax
 from benchmarks import gpu_measures, gpu_models, table
 from benchmarks.gpu_measures import Line, Sizes
 from benchmarks.gpu_models import SETTINGS, Model
+from benchmarks.markdown import version_of
 
 LIMIT = 480.0
 # Seconds to expect of a job of a kind before one has run; after that, as many as the longest took.
@@ -159,12 +159,7 @@ def shown(line: Line) -> str:
 def facts(device: Any) -> dict[str, Any]:
     """Device, date and versions."""
     names = ("jax", "jaxlib", "flax", "optax", "jmp")
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
+    versions = {name: version_of(name) for name in names}
     return {
         "device": device.device_kind,
         "platform": device.platform,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import textwrap
@@ -91,6 +92,14 @@ def note(folder: Path, name: str) -> str:
 def cores() -> int:
     """Returns the number of CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def version_of(package: str) -> str:
+    """Returns the version of a package, or "not installed"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def measured_on(environment: Mapping[str, str]) -> str:

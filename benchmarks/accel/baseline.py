@@ -7,12 +7,12 @@ is compared.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import version_of
 from benchmarks.table import Row
 from policy.inspect.estimate.targets import Target
 
@@ -27,21 +27,14 @@ COMPILERS = {"tpu": "libtpu", "cuda": "jax-cuda12-plugin"}
 
 def compilers() -> dict[str, str]:
     """Returns the versions of the accelerators' compilers, by package."""
-    return {name: _version(name) for name in COMPILERS.values()}
+    return {name: version_of(name) for name in COMPILERS.values()}
 
 
 def compiler(target: str) -> str:
     """Names the compiler of a target, with JAX's version and its own."""
     return ", ".join(
-        f"{name} {_version(name)}" for name in ("jax", COMPILERS[Target(target).chip.platform])
+        f"{name} {version_of(name)}" for name in ("jax", COMPILERS[Target(target).chip.platform])
     )
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def load(file: Path | None = None) -> Recorded:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import math
 import platform
@@ -14,7 +13,7 @@ import jax
 
 from benchmarks.accuracy import torch_peer
 from benchmarks.accuracy.cases import OURS, PEERS, PROMISED, Precision, Row
-from benchmarks.markdown import cores, measured_on, table, wrapped
+from benchmarks.markdown import cores, measured_on, table, version_of, wrapped
 
 Record = Mapping[str, Any]  # "environment" and "rows"
 Recorded = Mapping[str, Any]  # a row of a record
@@ -59,12 +58,7 @@ def number(value: float | str | None) -> str:
 def environment() -> dict[str, str]:
     """Returns the date, the versions and the device, as pages state them."""
     packages = ["mpmodules", "jax", "flax", "optax", "torch"]
-    versions: dict[str, str] = {}
-    for name in packages:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "0.1.0 (from source)" if name == "mpmodules" else "not installed"
+    versions = {name: version_of(name) for name in packages}
     device = jax.devices()[0]
     kind = device.device_kind
     named = kind if kind == device.platform else f"{kind} ({device.platform})"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 import jax
 
 from benchmarks.markdown import into as markdown_into
 from benchmarks.markdown import table as markdown_table
+from benchmarks.markdown import version_of
 
 _PACKAGES = ("jax", "flax", "optax")
 
@@ -36,14 +36,7 @@ class Table:
 
 def environment() -> str:
     """Returns the versions and the backend that figures were measured with."""
-    return ", ".join([*map(_version, _PACKAGES), jax.default_backend()])
-
-
-def _version(package: str) -> str:
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return f"{package} not installed"
+    return ", ".join([*(f"{each} {version_of(each)}" for each in _PACKAGES), jax.default_backend()])
 
 
 def into(page: str, name: str, table: Table) -> str:
