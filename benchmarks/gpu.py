@@ -23,7 +23,6 @@ import importlib.util
 import json
 import os
 import platform
-import subprocess
 import sys
 import threading
 import time
@@ -164,25 +163,9 @@ def facts(device: Any) -> dict[str, Any]:
         "device": device.device_kind,
         "platform": device.platform,
         "backend": device.client.platform_version,
-        "driver": _driver() if device.platform == "gpu" else None,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **versions},
     }
-
-
-def _driver() -> str | None:
-    """The driver's version and the power limit, as nvidia-smi has them; None without it."""
-    query = [
-        "nvidia-smi",
-        "--query-gpu=driver_version,power.limit,clocks.max.sm",
-        "--format=csv,noheader",
-    ]
-    try:
-        return subprocess.run(
-            query, capture_output=True, text=True, check=True, timeout=20
-        ).stdout.splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

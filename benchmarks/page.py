@@ -33,7 +33,6 @@ TITLES = {
     "memory": "Estimated and measured memory",
     "sharded": "A whole sharded train step",
     "accumulators": "Gradients as accumulators",
-    "eight_bits": "Matmuls in 8 bits",
 }
 QUANTITIES = {"temporary": "memory", "exchange": "communicated"}
 # The quantities that the page shows; the stored rows have the others too.
