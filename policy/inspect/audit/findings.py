@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from policy.inspect.traced.authors import source_of_site
 from policy.programs.dtypes import is_inexact_name
 from policy.programs.paths import spelled
 from policy.programs.reading.graph import Node, Value
@@ -82,7 +83,7 @@ def finding(
     site, values = node.site, (*node.inputs, *node.outputs[:1])
     named = dict.fromkeys(value.dtype for value in values if is_inexact_name(value.dtype))
     what = (kind, spelled(site.path), primitive or site.name, dtypes or tuple(named), message)
-    return Finding(*what, site.source, site.is_backward, site.count)
+    return Finding(*what, source_of_site(site), site.is_backward, site.count)
 
 
 def shape_of(value: Value) -> str:

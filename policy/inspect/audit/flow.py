@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.core.precedence import Asked
+from policy.inspect.traced.authors import is_users_file
 from policy.programs import primitives as ops
 from policy.programs.dtypes import is_eight_bits as is_eight_bits
 from policy.programs.reading.graph import Graph, Node, Value, is_joint, readers_past
 from policy.programs.reading.graph import is_cotangent as is_cotangent
-from policy.programs.reading.walk import is_users_file
 from policy.programs.tracing.trace import Traced
 
 Passes = Callable[[Node], bool]

@@ -11,6 +11,7 @@ from typing import Any
 
 from policy.inspect.audit.findings import Finding
 from policy.inspect.audit.flow import bits, is_eight_bits, is_sixteen_bits, is_wide
+from policy.inspect.traced.authors import source_of_site
 from policy.inspect.traced.equation_facts import (
     accumulation_of,
     bytes_of,
@@ -81,7 +82,7 @@ def operations_of(graph: Graph) -> tuple[Operation, ...]:
         equation, site = node.site.equation, node.site
         kind = kind_of(site.name)
         dtypes = operands_of(equation), accumulation_of(equation), result_of(equation)
-        source = "" if kind == "other" else site.source
+        source = "" if kind == "other" else source_of_site(site)
         place = source, site.is_backward, float32_precision_of(equation)
         key = (spelled(site.path), kind, site.name, *dtypes, *place)
         total = totals.setdefault(key, [0, 0, 0])

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from policy.inspect.hlo.dump import ResultPlace
 from policy.inspect.hlo.kernels import add_to
 from policy.inspect.hlo.text import Instruction, Module
+from policy.inspect.traced.authors import users_line
 from policy.inspect.traced.module_paths import lost_prefixes, module_path
 from policy.programs.paths import Path, naming, path_of, spelled
-from policy.programs.reading.walk import users_line
 
 # Instructions that move or convert a value, of which XLA adds some without a name.
 _MOVING = ("copy", "convert", "transpose", "reshape", "slice", "all-gather", "broadcast", "pad")

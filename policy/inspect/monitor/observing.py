@@ -19,6 +19,7 @@ from policy.inspect.monitor.step import TrainStep
 from policy.inspect.monitor.step_log import StepLog
 from policy.inspect.monitor.tensor_statistics import statistics_of
 from policy.inspect.monitor.updates import ArrayRead, is_lost, reads_of
+from policy.inspect.traced.authors import source_of
 from policy.inspect.traced.module_values import (
     ModuleValueInterpreter,
     ValueOrigin,
@@ -38,7 +39,6 @@ from policy.programs.jaxprs import (
     subprograms,
 )
 from policy.programs.primitives import EXACT, HOST, INLINED, MOVES_DATA
-from policy.programs.reading.walk import source_of
 from policy.programs.rewriting.interpreter import CONTROL_FLOW
 
 _PASSES = ("forward", "backward")

@@ -20,6 +20,7 @@ from policy.core.messages import DtypePolicyWarning, require_function
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, RulesLike, as_rules
 from policy.core.scope import require_usable, use_policy
+from policy.inspect.traced.authors import source_of
 from policy.inspect.traced.float32 import drawn_in_half, in_float32, reference_of, wide_arguments
 from policy.inspect.traced.matmul_operands import NO_CODES, Codes, codes_of
 from policy.inspect.traced.placed import NO_REFERENCE, Reference
@@ -29,7 +30,7 @@ from policy.programs.dtypes import holds_half, is_half
 from policy.programs.frameworks import FRAMEWORKS, make_jaxpr
 from policy.programs.jaxprs import opened
 from policy.programs.primitives import MATMULS
-from policy.programs.reading.walk import source_of, walk
+from policy.programs.reading.walk import walk
 from policy.programs.tracing.pure_calls import Arguments, is_array
 from policy.programs.tracing.trace import (
     Lowered,

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from policy.core.scope import use_policy
+from policy.inspect.traced.authors import frames_of, written_at
 from policy.inspect.traced.module_paths import module_path
 from policy.inspect.traced.placed import Reference
 from policy.inspect.traced.program_facts import constants_within
@@ -24,7 +25,7 @@ from policy.programs.dtypes import F32, holds_half, is_half
 from policy.programs.jaxprs import Equation, equations_within, opened
 from policy.programs.paths import Path
 from policy.programs.primitives import COMPARISONS, DRAWS, HOST, READS_BITS, REMATS
-from policy.programs.reading.walk import Site, frames_of, walk, written_at
+from policy.programs.reading.walk import Site, walk
 
 _RANDOM = os.path.dirname(inspect.getfile(inspect.unwrap(jax.random.uniform)))
 

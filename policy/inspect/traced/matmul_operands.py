@@ -8,13 +8,14 @@ import os
 from collections.abc import Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
+from policy.inspect.traced.authors import OUR_FOLDER, author_of
 from policy.inspect.traced.module_paths import module_path
 from policy.programs import primitives
 from policy.programs.dtypes import is_eight_bits, is_inexact_name
 from policy.programs.jaxprs import equations_within, opened
 from policy.programs.paths import Path
 from policy.programs.reading.graph import Graph, Node, Value, is_cotangent, is_joint, readers_past
-from policy.programs.reading.walk import OUR_FOLDER, Site, author_of
+from policy.programs.reading.walk import Site
 
 PARAMETER, OTHER, COTANGENT = 1, 2, 4  # as bits
 AS_IT_IS = primitives.MOVES_DATA | primitives.CASTS

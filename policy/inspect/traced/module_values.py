@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Self
 
+from policy.inspect.traced.authors import is_by_layers, layer_of, source_of
 from policy.inspect.traced.matmul_operands import LIMITS_CODES
 from policy.inspect.traced.placed import (
     NO_REFERENCE,
@@ -17,7 +18,6 @@ from policy.inspect.traced.placed import (
 from policy.programs.jaxprs import Equation
 from policy.programs.marks import AUTOCAST, BOUNDARY
 from policy.programs.paths import Path
-from policy.programs.reading.walk import is_by_layers, layer_of, source_of
 
 
 @dataclasses.dataclass(eq=False)

@@ -13,9 +13,9 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
+from policy.inspect.traced.authors import source_of
 from policy.programs.jaxprs import Equation, is_jaxpr, opened
 from policy.programs.paths import Path, path_of, spelled
-from policy.programs.reading.walk import source_of
 
 # Parameters that name an equation's origin or function, and change nothing that it computes.
 _NAMES = frozenset(("name", "debug_info", "fun_name", "ctx_mesh"))

@@ -24,11 +24,11 @@ from policy.inspect.audit.flow import (
     users,
     views,
 )
+from policy.inspect.traced.authors import written_at
 from policy.inspect.traced.program_facts import combines_by
 from policy.programs import primitives as ops
 from policy.programs.dtypes import is_inexact_name
 from policy.programs.reading.graph import Node, Value, is_joint
-from policy.programs.reading.walk import written_at
 
 _ZEROS = ops.UPDATES | {"pad"}  # make arrays that are mostly zero
 _MOST = 0.5  # the smallest share, if known, that counts as a running average

@@ -28,6 +28,7 @@ from policy.inspect.audit.flow import (
     numbers_in,
     widens,
 )
+from policy.inspect.traced.authors import source_of_site
 from policy.inspect.traced.equation_facts import size
 from policy.programs import primitives as ops
 from policy.programs.paths import spelled
@@ -117,7 +118,7 @@ def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
 
     An array counts if NumPy reported its line, a literal also if nobody would write it as a factor.
     """
-    line = node.site.source.partition(" ")[0]
+    line = source_of_site(node.site).partition(" ")[0]
     for value in node.inputs:
         numbers, dtype = numbers_in(value.array), value.dtype
         if not numbers.size or not is_narrow(dtype):

@@ -23,6 +23,7 @@ from policy.inspect.audit.flow import (
     users,
     views,
 )
+from policy.inspect.traced.authors import is_promotion, source_of_site
 from policy.inspect.traced.equation_facts import (
     array_bytes,
     float32_precision_of,
@@ -32,7 +33,6 @@ from policy.inspect.traced.equation_facts import (
 )
 from policy.programs import primitives as ops
 from policy.programs.paths import Path, spelled
-from policy.programs.reading import walk
 from policy.programs.reading.graph import Node, Value, is_joint
 
 _FAR = 64  # values that are searched behind a matmul's operand
@@ -51,7 +51,7 @@ def silent_promotions(flow: Flow) -> Iterator[Finding]:
         if is_wide(node.out.dtype) and flow.asked.is_wide(node.path):
             continue
         half, (reader, other) = node.inputs[0], next(_meetings(node.out), (None, None))
-        if reader is None or other is None or not walk.is_promotion(node.site.equation):
+        if reader is None or other is None or not is_promotion(node.site.equation):
             continue
         message = (
             f"{shape_of(half)} is combined with {shape_of(other)} in {reader.name}: the result is "
@@ -157,7 +157,7 @@ def _leak(node: Node, origin: Node) -> Finding:
 
 def _at(node: Node) -> str:
     """Returns the position of a node for a message: its module's path and its line."""
-    place, line = spelled(node.path), node.site.source
+    place, line = spelled(node.path), source_of_site(node.site)
     return f"{place} ({line})" if place and line else place or line or "the top level"
 
 

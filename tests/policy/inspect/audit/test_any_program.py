@@ -14,6 +14,7 @@ from jax.extend.core import Primitive
 from policy import audit
 from policy.inspect.audit.checks.sums import may_repeat
 from policy.inspect.audit.flow import noticing
+from policy.inspect.traced.authors import source_of_site
 from policy.programs.reading.graph import Graph
 from policy.programs.reading.walk import walk
 from tests.policy.inspect.audit.corpus.planting import BF16, F32, shape
@@ -186,7 +187,7 @@ def test_sites_say_where_they_stand():
     assert (forward.path, forward.count, forward.inside[:1]) == (("Net", "inner"), 4, ("scan",))
     (again,) = [site for site in sites if site.name == "tanh" and site.is_backward]
     assert (again.path, again.count, again.is_recomputed) == (("Net", "inner"), 4, True)
-    assert forward.source.startswith("test_any_program.py:")
+    assert source_of_site(forward).startswith("test_any_program.py:")
 
 
 @pytest.mark.parametrize(
