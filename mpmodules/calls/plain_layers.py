@@ -97,7 +97,7 @@ def _note(body: Any, around: Sequence[Any], plain: dict[Any, str], obeying: set[
             obeying.add(caller)
             continue
         inside = zip(codes[: users[0] if users else None], writers, strict=False)
-        layers = [code for code, writer in inside if writer == "layers"]
+        layers = [code for code, writer in inside if writer == "layers" and "." in code.co_qualname]
         if layers and layers[-1].co_name != "__init__":
             api = "linen" if f"{os.sep}linen{os.sep}" in layers[-1].co_filename else "nnx"
             plain[caller] = f"flax.{api}.{layers[-1].co_qualname.split('.')[0]}"

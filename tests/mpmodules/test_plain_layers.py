@@ -130,6 +130,7 @@ RIGHT: dict[str, Callable[[int], Any]] = {
     "a port": lambda n: jax.jit(linen.apply_policy(Net(), P).apply)(params(n), rows(n)),
     "autocast in a jit": lambda n: jax.jit(autocast(Net().apply))(params(n), rows(n)),
     "no policy inside": use_policy(None)(lambda n: jax.jit(Net().apply)(params(n), rows(n))),
+    "a mask": lambda n: jax.jit(flax.linen.make_causal_mask)(rows(n)),
     "ours": lambda n: jax.jit(linen.Dense(n).init_with_output)(KEY, rows(n)),
     "a generator": use_policy(P)(lambda n: list(linen.Dense(n).init(KEY, rows(n)))),
 }
