@@ -33,19 +33,19 @@ LONG_FUNCTION, LONG_FILE, SHORT = 60, 400, 10
 # Bounds of `--check`. A change lowers those that it can; one that raises a bound says in its
 # message what the new lines replace.
 SIZES = {
-    "lines of code": 31_660,
-    "lines of the runtime": 20_500,
-    "lines of tests": 41_900,
-    "lines of benchmarks": 13_180,
-    "words of pages": 55_500,
+    "lines of code": 31_000,
+    "lines of the runtime": 20_100,
+    "lines of tests": 42_000,
+    "lines of benchmarks": 10_000,
+    "words of pages": 51_500,
     "tools that import mpmodules loads": 0,
 }
 WAYS = {
-    "a linen Dense": {"files": 10, "moves": 44},
-    "an nnx Linear": {"files": 11, "moves": 31},
-    "a linen module with a matmul of its own": {"files": 32, "moves": 243},
-    "an nnx module with a matmul of its own": {"files": 33, "moves": 219},
-    "a port of a linen model": {"files": 36, "moves": 384},
+    "a linen Dense": {"files": 10, "moves": 26},
+    "an nnx Linear": {"files": 12, "moves": 33},
+    "a linen module with a matmul of its own": {"files": 30, "moves": 133},
+    "an nnx module with a matmul of its own": {"files": 30, "moves": 143},
+    "a port of a linen model": {"files": 33, "moves": 275},
     "an update of two params": {"frames": 85},
     "an audit": {"traces": 1},
     "a compare": {"traces": 1},
