@@ -220,10 +220,10 @@ def test_the_lines_names_and_settings_of_the_program_stay():
         with jax.named_scope("head"), jax.default_matmul_precision("float32"):
             return x @ x.T
 
-    before = next(equations_within(jax.make_jaxpr(fn)(X)))
+    before = next(equations_within(jax.make_jaxpr(fn)(X).jaxpr))
     after = jax.make_jaxpr(lambda x: rebuilt(fn)(x)[0])(X)
-    names = {str(eqn.source_info.name_stack) for eqn in equations_within(after)}
-    (matmul,) = (e for e in equations_within(after) if e.primitive.name == "dot_general")
+    names = {str(eqn.source_info.name_stack) for eqn in equations_within(after.jaxpr)}
+    (matmul,) = (e for e in equations_within(after.jaxpr) if e.primitive.name == "dot_general")
     assert names == {"head"} and before.primitive.name in ("transpose", "dot_general")
     assert {str(p) for p in matmul.params["precision"]} == {"HIGHEST"}
 
@@ -234,7 +234,7 @@ def test_what_no_output_needs_is_not_run_at_once():
         return jnp.sin(x)
 
     run = run_at_once(jax.make_jaxpr(fn)(X))
-    names = {equation.primitive.name for equation in equations_within(jax.make_jaxpr(run)(X))}
+    names = {equation.primitive.name for equation in equations_within(jax.make_jaxpr(run)(X).jaxpr)}
     assert "sin" in names and not names & {"eigh", "dot_general"}
 
 
