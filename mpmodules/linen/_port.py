@@ -8,7 +8,8 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
 import flax.linen as flax_nn
@@ -405,12 +406,10 @@ class Adopter:
         method = _code_of(context.orig_method.func, instance)
         if next_fun is context.orig_method:
             return method
-        run = functools.partial(method, instance)
-        for interceptor in flax_nn.module._global_interceptor_stack:
-            if interceptor is self:
-                break
-            run = functools.partial(_intercepted, interceptor, run, context)
-        return _method_of(run, instance, method, context)
+        others = itertools.takewhile(
+            lambda each: each is not self, flax_nn.module._global_interceptor_stack
+        )
+        return _method_of(list(others), instance, method, context)
 
 
 def _code_of(method: Callable[..., Any], instance: Any) -> Callable[..., Any]:
@@ -458,13 +457,16 @@ def _intercepted(
 
 
 def _method_of(
-    run: Callable[..., Any], module: Any, bare: Callable[..., Any], context: Any
+    interceptors: Iterable[Any], module: Any, bare: Callable[..., Any], context: Any
 ) -> Callable[..., Any]:
-    """Returns the method `bare` that was called, with `run` in its place for `module`."""
+    """Returns the method `bare` that was called, within interceptors for `module` and its views."""
 
     def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
-        if instance is not module:  # a copy inside a transform: an RNN reads wider parameters so
-            return bare(instance, *args, **kwargs)
+        run = functools.partial(bare, instance)
+        # A copy inside a transform is none: an RNN reads wider parameters so.
+        if instance._state is module._state:
+            for interceptor in interceptors:
+                run = functools.partial(_intercepted, interceptor, run, context)
         return run(*args, **kwargs)
 
     # No more of it: what interceptors are around is not Flax's own.

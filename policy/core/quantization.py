@@ -93,7 +93,7 @@ class Codec:
             return jnp.asarray(above).astype(self.dtype)
         if jnp.issubdtype(self.dtype, jnp.integer):
             x = jnp.round(x)
-        x = jnp.clip(x, self.lowest, self.highest)
+        x = jnp.minimum(jnp.maximum(x, self.lowest), self.highest)
         if self.dtype == jnp.float4_e2m1fn:
             x = _rounded(x, self.dtype)
         return x.astype(self.dtype)

@@ -104,8 +104,11 @@ EnclosingEquations = tuple[int, ...]
 CastPlace = tuple[EnclosingEquations, int]
 CodedSide = Literal["input", "weight", "cotangent"]
 
-_OURS = os.path.join(OUR_FOLDER, "eight_bits", "")
-"""The folder that the equations of operations in 8 bits come from."""
+_OURS = (
+    os.path.join(OUR_FOLDER, "eight_bits", ""),
+    os.path.join(OUR_FOLDER, "core", "quantization.py"),
+)
+"""What the equations of operations in 8 bits come from."""
 
 LIMITS_CODES = primitives.ROUNDINGS | primitives.MINMAX
 """Limit and round numbers before they are cast to 8 bits."""
@@ -221,7 +224,7 @@ def _roundings_behind(value: Value) -> Iterator[CastPlace]:
         if name == "div" and steps:
             value = first
             continue
-        limits = steps and name in primitives.MINMAX and first.shape == value.shape
+        limits = name in primitives.MINMAX and first.shape == value.shape
         if name in primitives.ROUNDINGS or limits:
             yield place_of_site(maker.site)
         elif name not in _BETWEEN:
