@@ -22,12 +22,11 @@ from policy.autocasting.x64 import without_float64
 from policy.core.scope import Scope, enter
 from policy.programs import marks
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype, is_half
-from policy.programs.jaxprs import Equation, OpenJaxpr, opened, programs_of
+from policy.programs.jaxprs import Equation, OpenJaxpr, programs_of, subprogram
 from policy.programs.paths import Path, path_of
 from policy.programs.primitives import (
     FORWARD_ADDITIONS,
-    MATMULS,
-    ORDERS,
+    PICKS,
     READS_LOGITS,
     REARRANGES,
     REBUILT,
@@ -35,9 +34,6 @@ from policy.programs.primitives import (
 from policy.programs.rewriting.interpreter import Interpreter
 from policy.programs.rewriting.outlining import is_part
 from policy.quantized.array import QuantizedArray, widened_layout
-
-# Read some numbers of an operand, or all, as they were rounded.
-_PICKS = MATMULS | ORDERS | {"dynamic_slice", "gather", "select_n", "slice"}
 
 AutocastHandler = Callable[["Evaluator", Any, Values], Values]
 
@@ -261,10 +257,10 @@ def _picked(jaxpr: OpenJaxpr) -> set[Any]:
     for equation in reversed(jaxpr.eqns):
         name, atoms = equation.primitive.name, equation.invars
         if name == "jit":
-            body, _ = opened(equation.params["jaxpr"])
+            body = subprogram(equation, "call").body
             inner = _picked(body)
             atoms = [v for v, inside in zip(atoms, body.invars, strict=True) if inside in inner]
-        elif name not in _PICKS and not (name in REARRANGES and equation.outvars[0] in found):
+        elif name not in PICKS and not (name in REARRANGES and equation.outvars[0] in found):
             continue
         found.update(atom for atom in atoms if not isinstance(atom, jex_core.Literal))
     return found

@@ -290,7 +290,7 @@ def _rules_of(options: argparse.Namespace) -> PolicyRules | None:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    """Shows the dtypes that a function runs in, and what loses accuracy or speed. Nothing runs.
+    """Shows the dtypes of a function, and operations that lose accuracy or speed. Nothing runs.
 
         python -m policy audit train:loss_fn --arg "{'w': f32[784,10]}" --arg bf16[8,784] --backward
         python -m policy audit models/net.py:example --json net.json --fail-on-findings
@@ -396,13 +396,12 @@ def _show_progress(target: str, name: str, done: int, total: int) -> None:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    """Shows what the numbers of a training run do, with advice, from the run's log.
+    """Shows the statistics of a training run, with advice, from the run's log.
 
         python -m policy watch run.jsonl --follow
         python -m policy watch run.jsonl --fail-on-advice
 
-    The file is what policy.inspect.RunLog writes of the snapshots of policy.monitor. It may still
-    grow.
+    policy.inspect.RunLog writes the file from the snapshots of policy.monitor. It may still grow.
     """
     advice = show_run(options.file, follow=options.follow)
     return int(bool(options.fail_on_advice and advice))

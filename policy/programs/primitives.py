@@ -94,7 +94,7 @@ _TABLE: dict[str, dict[str, str]] = {
             mul: elementwise rescales passes_activations of_moments""",
         "ref-write": "accum_grad_in_ref addupdate masked_swap store swap",
         "select": """
-            select_n: free exact elementwise selects_literals places limits rescales
+            select_n: picks free exact elementwise selects_literals places limits rescales
                 passes_activations of_moments joins_roots""",
         "structural": """
             concatenate: free exact places of_moments joins_roots
@@ -142,12 +142,14 @@ _TABLE: dict[str, dict[str, str]] = {
             bcoo_transpose
             copy: moves_data free exact forwards keeps_constants moves_cotangents rearranges
                 injective
-            dynamic_slice split: moves_data free exact forwards keeps_constants moves_cotangents
-            gather: moves_data free exact forwards moves_cotangents repeats
+            dynamic_slice: picks moves_data free exact forwards keeps_constants moves_cotangents
+            split: moves_data free exact forwards keeps_constants moves_cotangents
+            gather: picks moves_data free exact forwards moves_cotangents repeats
             layout_cast: moves_data
             layout_constraint: exact forwards
             relayout roll: exact
-            rev slice: moves_data free exact forwards keeps_constants moves_cotangents keeps_axes
+            slice: picks moves_data free exact forwards keeps_constants moves_cotangents keeps_axes
+            rev: moves_data free exact forwards keeps_constants moves_cotangents keeps_axes
             tile: moves_data free exact forwards keeps_constants repeats
             transpose: moves_data free exact forwards keeps_constants moves_cotangents rearranges
             unstack: moves_data free exact forwards keeps_constants""",
@@ -436,6 +438,9 @@ KEEPS_CONSTANTS = _with("keeps_constants")
 
 MOVES_COTANGENTS = _with("moves_cotangents")
 """Move the first operand only, by JAX's public functions: run on its float32 value as they are."""
+
+PICKS = _with("picks") | MATMULS | ORDERS
+"""Read some numbers of an operand, or all, as they were rounded."""
 
 REARRANGES = _with("rearranges")
 """Return the same numbers in another shape or order."""

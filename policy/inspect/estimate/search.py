@@ -87,11 +87,11 @@ def require_names(row: Candidate, jaxpr: Any) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-Search = Mapping[str, tuple[Any, ...]]
+SearchSpace = Mapping[str, tuple[Any, ...]]
 """Values of "batch", "remat" and "mesh" to combine with policies; () leaves one to the example."""
 
 
-def search_of(batch: Any, remat: Any, mesh: Any, target: Target) -> Search:
+def search_of(batch: Any, remat: Any, mesh: Any, target: Target) -> SearchSpace:
     """Returns the values that `policy.estimate` is given.
 
     Raises:
@@ -155,7 +155,7 @@ def require_parameters(fn: Any, is_example: bool, options: Sequence[str]) -> Non
 
 
 def rows_of_search(
-    candidates: Sequence[Candidate], search: Search, max_compiles: int
+    candidates: Sequence[Candidate], search: SearchSpace, max_compiles: int
 ) -> tuple[Candidate, ...]:
     """Returns each candidate with each batch, each checkpoint policy and each mesh.
 
