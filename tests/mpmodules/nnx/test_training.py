@@ -98,7 +98,7 @@ def test_gradients_of_half_params_are_float32_and_complex_losses_differentiate_a
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:flax.nnx.Linear ran where:policy.DtypePolicyWarning")
+@pytest.mark.filterwarnings("ignore:flax.nnx.* ran where:policy.DtypePolicyWarning")
 def test_compute_gradients_are_still_scaled_and_rounded(model):
     scaled = grad(loss_of, loss_scale=8.0, grads="compute", policy="mixed_bfloat16")(model, X)
     assert isinstance(scaled, ScaledGradients)
