@@ -282,7 +282,7 @@ def cases(
             lambda w, **o: w.MultiHeadAttention(4, sequence[-1], use_bias=False, decode=False, **o),
             ATTENTION,
             flops=1.01,
-            bytes=1.56,
+            bytes=1.6,
             converts=1.65,
             c_flops=1.01,
             c_bytes=1.01,

@@ -230,7 +230,8 @@ class CastOperation:
         for output, source in zip(outputs, sources, strict=True):
             output.yields = source.yields and (keeps or not _is_lost(source, place.compute))
             output.constant, output.weak = source.constant if keeps else None, source.weak
-            output.is_picked = source.is_picked
+            # Pooling compares numbers of its own dtype alone.
+            output.is_picked = source.is_picked and not self.name.startswith("reduce_window")
         return "operand dtype", outputs
 
     def _mixed(self) -> Evaluated:
