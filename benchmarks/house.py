@@ -30,15 +30,15 @@ PAGE = ROOT / "docs" / "architecture.md"
 PACKAGES = ("policy", "mpmodules")
 TOOLS = ("policy.inspect", "policy.porting", "policy.command_line")
 LONG_FUNCTION, LONG_FILE, SHORT = 60, 400, 10
-# Bounds of `--check`. A change lowers those that it can; one that raises a bound says in its
-# message what the new lines replace.
+# The figures of 2026-11-28, and the bounds of `--check`. A change lowers those bounds that it can;
+# one that raises a bound says in its message what the new lines replace.
 SIZES = {
-    "lines of code": 31_000,
-    "lines of the runtime": 20_100,
-    "lines of tests": 42_000,
-    "lines of benchmarks": 10_000,
-    "words of pages": 51_500,
-    "tools that import mpmodules loads": 0,
+    "lines of code": (35_538, 31_000),
+    "lines of the runtime": (21_754, 20_100),
+    "lines of tests": (42_571, 42_000),
+    "lines of benchmarks": (13_039, 10_000),
+    "words of pages": (75_359, 51_500),
+    "tools that import mpmodules loads": (83, 0),
 }
 WAYS = {
     "a linen Dense": {"files": 10, "moves": 26},
@@ -334,9 +334,9 @@ def found_sizes() -> dict[str, int]:
 def check() -> list[str]:
     """Returns a line for each size or way that is above its bound."""
     over = [
-        f"{name}: {value}, bound {SIZES[name]}"
+        f"{name}: {value}, bound {SIZES[name][1]}"
         for name, value in found_sizes().items()
-        if value > SIZES[name]
+        if value > SIZES[name][1]
     ]
     for name, bounds in WAYS.items():
         way = measured(name)
@@ -359,6 +359,13 @@ def sizes() -> str:
     lines.append(f"| the runtime | | {runtime(found)} |")
     lines.append(f"| `tests` | {len(files('tests'))} | {lines_below('tests')} |")
     lines.append(f"| pages, words | {len(pages())} | {round(words(), -2)} |")
+    return "\n".join(lines) + "\n"
+
+
+def changes() -> str:
+    """Returns the table of sizes before and now."""
+    lines = ["| | 2026-11-28 | now |", "|---|---:|---:|"]
+    lines += [f"| {name} | {SIZES[name][0]:,} | {now:,} |" for name, now in found_sizes().items()]
     return "\n".join(lines) + "\n"
 
 
@@ -418,6 +425,7 @@ def main() -> None:
         print(f"\n{passed}")
         if arguments.write:
             page = into(PAGE.read_text(encoding="utf-8"), "sizes", sizes())
+            page = into(page, "changes", changes())
             PAGE.write_text(into(page, "ways", passed), encoding="utf-8")
 
 

@@ -247,11 +247,6 @@ def run_method(api: Api, call: MethodCall, scope: Scope) -> Any:
         return cast_outputs(scope.returned(entered), outputs, has_carry=has_carry, kept=kept)
 
 
-def given_carry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the carry that a cell is called with: its first argument, or `carry=`."""
-    return args[0] if args else kwargs.get("carry")
-
-
 def _float32_within_autocast(effective: Effective) -> contextlib.AbstractContextManager[Any]:
     """Keeps the code of a module whose own policy is float32 in float32 under an autocast."""
     policy, around = effective.policy, thread.autocast
@@ -260,6 +255,11 @@ def _float32_within_autocast(effective: Effective) -> contextlib.AbstractContext
     if computes_in_half(policy):
         return contextlib.nullcontext()
     return computes_in(policy.compute_dtype, None, HIGHEST)
+
+
+def given_carry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the carry that a cell is called with: its first argument, or `carry=`."""
+    return args[0] if args else kwargs.get("carry")
 
 
 def _kept_positions(method: Callable[..., Any], count: int, keep: Collection[str]) -> set[int]:

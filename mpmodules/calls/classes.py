@@ -475,8 +475,9 @@ class GivenDtypes:
     """The dtype arguments of the layers of a port, which the policy replaces. Warns where they
     differ: a layer in float32 beside others was meant.
 
-    Where all others are float32, too, it was meant if a literal says so, and not if it is a field
-    of the model.
+    Where all others are float32, too, a dtype of its own in the source was meant, such as
+    ``dtype=float32`` or ``dtype=self.head_dtype``, and that of the whole model, ``self.dtype``, was
+    not.
 
     Args:
       model: the model's class.
@@ -497,7 +498,7 @@ class GivenDtypes:
             return
         param_dtype = jnp.dtype(layer.param_dtype or jnp.float32)
         dtype = None if dtype is None or self.is_kept else jnp.dtype(dtype)
-        self.is_mixed |= dtype not in (None, jnp.float32)
+        self.is_mixed |= dtype is not None and dtype != jnp.float32
         lost = [
             f"{name}={given.name}"
             for name, given, default, held in (
@@ -518,7 +519,7 @@ class GivenDtypes:
                     )
 
     def _says(self, layer: Any) -> bool:
-        """Returns whether a file of the model has a literal ``dtype=float32``."""
+        """Returns whether a file of the model gives a layer a dtype of its own."""
         classes = {self.model, type(getattr(layer, "parent", self.model))} - {type(None)}
         modules = (sys.modules.get(cls.__module__) for cls in classes)
         files = {getattr(module, "__file__", None) or "" for module in modules}

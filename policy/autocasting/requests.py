@@ -70,7 +70,7 @@ def with_requests(
       again: traces its function in compute_dtype.
       half: compute_dtype.
       is_rule: whether it is a derivative rule, which is traced again whatever its source says.
-      of_casts: whether that of a function that casts the operands of its matmuls.
+      of_casts: whether the rule belongs to a function that casts the operands of its matmuls.
     """
     if not is_half(half) or thread.traced_dtype is not None or thread.is_summary:
         return jaxpr
@@ -103,8 +103,12 @@ def with_requests_of_rule(
 
 
 def with_requests_of_backward(rule: Any, equation: Equation, half: np.dtype) -> Any:
-    """Returns the program of a backward rule marked as `with_requests` does, as
-    `with_requests_of_rule` of other rules.
+    """As `with_requests_of_rule`, for the backward rule of a `jax.custom_vjp`.
+
+    Args:
+      rule: the closed jaxpr of the backward rule, traced in float32.
+      equation: the one of the function that has the rule.
+      half: compute_dtype.
     """
     second, of_casts = _second.get(rule_of(equation), (None, False))
     program = None if second is None else _backward.get(rule_of(second))

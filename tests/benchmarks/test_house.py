@@ -35,7 +35,7 @@ def test_a_way_has_the_files_calls_and_moves_of_a_function() -> None:
 
 def test_a_figure_above_its_bound_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(house, "found_sizes", lambda: {"lines of tests": 3})
-    monkeypatch.setattr(house, "SIZES", {"lines of tests": 2})
+    monkeypatch.setattr(house, "SIZES", {"lines of tests": (0, 2)})
     monkeypatch.setattr(house, "WAYS", {"a call": {"files": 1, "moves": 1}})
     monkeypatch.setattr(house, "measured", lambda _: house.Way(["a", "b"], 3, 1, 0))
     assert house.check() == ["lines of tests: 3, bound 2", "a call: 2 files, bound 1"]

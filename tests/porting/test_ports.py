@@ -19,7 +19,9 @@ from tests.eight_devices import ROOT
 from tests.porting import models, sources
 
 # wmt casts the input of its tied head to float32, which the layer casts back without a rule.
-pytestmark = pytest.mark.filterwarnings("ignore:A layer, called at:policy.DtypePolicyWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:A layer, called at after_wmt:policy.DtypePolicyWarning"
+)
 
 TREES = 4
 HALVES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}

@@ -1,4 +1,4 @@
-"""Who wrote an equation, read from tracebacks: functions that cast, and lines of users' code, which
+"""Authors of equations, read from tracebacks: functions that cast, and lines of users' code, which
 reports name in place of library code.
 """
 

@@ -108,7 +108,7 @@ _OURS = (
     os.path.join(OUR_FOLDER, "eight_bits", ""),
     os.path.join(OUR_FOLDER, "core", "quantization.py"),
 )
-"""What the equations of operations in 8 bits come from."""
+"""The folder and the file that equations of operations in 8 bits come from."""
 
 LIMITS_CODES = primitives.ROUNDINGS | primitives.MINMAX
 """Limit and round numbers before they are cast to 8 bits."""
