@@ -102,7 +102,8 @@ def lines_of(op: Op, ref: bool = False, layers: bool = False) -> list[str]:
     if layers and op.kind in LAYERS:
         code = f'layer("{op.inputs[1].split("__")[0]}", {op.inputs[0]})'
     if ref and spec.choice:
-        lines.append(f"note({spec.choice.format(*names, **fields)})")
+        stored = names if rounds else tuple(f"move({name})" for name in names)
+        lines.append(f"note({spec.choice.format(*stored, **fields)})")
     return [*lines, f"{op.name} = {spec.kind}({code})" if rounds else f"{op.name} = {code}"]
 
 
