@@ -321,6 +321,20 @@ def require_keep_inputs(cls: Any) -> None:
 
 
 @functools.cache
+def require_own_code(cls: Any) -> None:
+    """Rejects a class whose `own_code` is no option.
+
+    Raises:
+      ValueError: it is neither None, "autocast" nor "keep".
+    """
+    if cls.own_code not in (None, "autocast", "keep"):
+        raise ValueError(
+            f"{cls.__name__}.own_code should be 'autocast', 'keep' or None, but got "
+            f"{cls.own_code!r}."
+        )
+
+
+@functools.cache
 def require_keep_outputs(cls: Any) -> None:
     """Rejects a class whose `keep_outputs` maps no places of outputs to arguments.
 

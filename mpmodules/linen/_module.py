@@ -148,6 +148,8 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
             classes.require_keep_inputs(cls)
         if cls.keep_outputs:
             classes.require_keep_outputs(cls)
+        if cls.own_code:
+            classes.require_own_code(cls)
         if hasattr(cls, "_dtype_fields") and (given.get("dtype") or given.get("param_dtype")):
             classes.require_dtypes(cls.__name__, given)
         if policy is not None and not isinstance(policy, Policy):

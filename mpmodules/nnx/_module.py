@@ -86,6 +86,8 @@ class ModuleMeta(FlaxModuleMeta):
             classes.require_keep_inputs(cls)
         if cls.keep_outputs:
             classes.require_keep_outputs(cls)
+        if cls.own_code:
+            classes.require_own_code(cls)
         own, kwargs = own_policy(cls, args, kwargs)
         scope = current_scope()
         policy, source = policy_to_capture(cls, own, scope)

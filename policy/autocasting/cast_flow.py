@@ -34,7 +34,7 @@ from policy.programs.jaxprs import (
 
 _SUMS = re.compile("reduce|cum|arg|sort")
 _MOVES = primitives.MOVES_DATA | primitives.BROADCASTS | {"pad"}
-_ELEMENTWISE = primitives.PRODUCTS | primitives.FORWARD_ADDITIONS | primitives.BOUNDED
+_ELEMENTWISE = primitives.PRODUCTS | primitives.FORWARD_ADDITIONS | primitives.BOUNDED | {"gather"}
 
 # The operands of an operation beside CAST, GIVEN and PROMOTED: compute_dtype, computed from a cast
 # elementwise or with a sum, float32 operands of a derivative rule, inputs of layers that were cast,
@@ -136,19 +136,42 @@ class SecondTrace(Lines):
         if name in primitives.MATMULS:
             self.operands.append(values)
             self.lines.append(line)
-            return results
+            is_cast = {*values} <= {CAST, DERIVED, REDUCED} and {*values} != {REDUCED}
+            return [DERIVED] if is_cast and results == [OTHER] else results
         if name in _ELEMENTWISE and results[0]:
             self.elementwise.append((equation, set(_scaled(equation, values)) == {CAST}))
         if name in primitives.POWERS and results == [HALF] and normalization_of(equation):
             self.normalizations.append(equation)
-        if results != [OTHER] or marks.mark_of(equation) is not None:
+        if set(results) != {OTHER} or marks.mark_of(equation) is not None:
             return results
         if name in primitives.BROADCASTS:
             self.repeated.add(equation.outvars[0])
-        result = _of_float32(equation, values, self.repeated)
+        result = self._of_float32(equation, values)
         if result == CAST:
             self.casts |= writers(equation)
-        return [result]
+        return [result] * len(results)
+
+    def _of_float32(self, equation: Equation, values: list[str]) -> str:
+        """Returns what a float32 result of an equation is.
+
+        It is computed from a cast if an operand is that was not broadcast, in ``h * d`` and
+        ``h + b`` that is `h`, and no other is in compute_dtype.
+        """
+        name, floats = equation.primitive.name, [value for value in values if value]
+        if name == "convert_element_type" and floats == [HALF]:
+            return cast_by(equation, self.around)
+        if name in _MOVES:
+            moved = floats if len(set(floats)) == 1 else _scaled(equation, values)
+            if len(set(moved)) == 1:
+                return moved[0]
+        if name in primitives.PRODUCTS and _scaled(equation, values) == [CAST]:
+            return CAST  # by a number
+        pairs = zip(values, equation.invars, strict=True)
+        whole = [v for v, atom in pairs if v and _is_array(atom) and atom not in self.repeated]
+        is_cast = not {CAST, DERIVED, REDUCED}.isdisjoint(whole or floats)
+        if not is_cast or set(whole or floats) - {CAST, DERIVED, REDUCED, OTHER}:
+            return OTHER
+        return REDUCED if REDUCED in floats or _SUMS.match(name) else DERIVED
 
     def _results_of_layer(
         self, equation: Equation, values: list[str], results: list[str]
@@ -181,28 +204,6 @@ def elementwise_of(
 def _of(aval: Any) -> str:
     dtype = float_dtype(aval)
     return "" if dtype is None else HALF if is_half(dtype) else OTHER
-
-
-def _of_float32(equation: Equation, values: list[str], repeated: set[Any]) -> str:
-    """Returns what a float32 result of an equation is.
-
-    It is computed from a cast if all operands are that were not broadcast: in ``h * d`` and
-    ``h + b`` that is `h`.
-    """
-    name, floats = equation.primitive.name, [value for value in values if value]
-    if name == "convert_element_type" and floats == [HALF]:
-        return cast_by(equation)
-    if name in _MOVES:
-        moved = floats if len(set(floats)) == 1 else _scaled(equation, values)
-        if len(set(moved)) == 1:
-            return moved[0]
-    if name in primitives.PRODUCTS and _scaled(equation, values) == [CAST]:
-        return CAST  # by a number
-    pairs = zip(values, equation.invars, strict=True)
-    whole = [v for v, atom in pairs if v and _is_array(atom) and atom not in repeated]
-    if set(whole or floats) - {CAST, DERIVED, REDUCED}:
-        return OTHER
-    return REDUCED if REDUCED in floats or _SUMS.match(name) else DERIVED
 
 
 def _scaled(equation: Equation, values: Sequence[str]) -> list[str]:

@@ -12,14 +12,20 @@ from policy.autocasting.evaluator import Evaluator
 from policy.autocasting.operations import opaque_kind
 from policy.autocasting.requests import with_requests_of_backward, with_requests_of_rule
 from policy.autocasting.settings import UnknownPrimitiveError
-from policy.autocasting.values import CastValue, Values, cast
+from policy.autocasting.source_lines import is_of_linear_algebra
+from policy.autocasting.values import CastValue, Values, bound_as_traced, cast
 from policy.programs.dtypes import float_dtype
 from policy.programs.jaxprs import Equation, bind, subprogram
 from policy.programs.rewriting.interpreter import Body
 
 
 def custom_jvp(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
-    """Rebuilds a function with a custom_jvp rule: both are rewritten."""
+    """Rebuilds a function with a custom_jvp rule: both are rewritten.
+
+    Those of JAX's linear algebra, such as `jnp.linalg.pinv`, run in float32 as they are.
+    """
+    if is_of_linear_algebra(subprogram(equation, "call").body):
+        return bound_as_traced(equation, values)
     inside = evaluator.inside(equation)
     arrays, compute = evaluator.flat(values), evaluator.place_of(equation).compute
     floats = _floats(arrays)

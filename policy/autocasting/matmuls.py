@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from policy.autocasting.settings import Place
+from policy.autocasting.source_lines import multiplies_for_linear_algebra
 from policy.autocasting.values import CastValue, Values, as_traced, bound, bound_as_traced, cast
 from policy.core.dtypes import ScaledMatmul, canonical_precision
 from policy.eight_bits import scaled_convolution, scaled_matmul, scaled_ragged
@@ -26,6 +27,8 @@ def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Val
     """Evaluates a matmul or convolution with its operands and result in compute_dtype."""
     if _is_outer_product(equation, values):
         return "float32", [_outer_product(equation, values)]
+    if multiplies_for_linear_algebra(equation):
+        return "float32", bound_as_traced(equation, values)
     params, dtype = dict(equation.params), place.compute
     precision = params.get("precision")
     is_algorithm = precision is not None and not isinstance(precision, (tuple, list, lax.Precision))
@@ -128,31 +131,41 @@ def _of_codes(params: dict[str, Any], values: Values, side: int, dtype: np.dtype
 
 def _is_outer_product(equation: Equation, values: Values) -> bool:
     """Returns whether an equation multiplies integers or tables, such as positions and frequencies,
-    as a dot without a contraction.
+    as a dot that sums nothing.
     """
     params = equation.params
     if equation.primitive.name != "dot_general" or params.get("out_sharding") is not None:
         return False
-    if any(params["dimension_numbers"][0]):
+    shape, contracted = equation.invars[0].aval.shape, params["dimension_numbers"][0][0]
+    if any(shape[axis] != 1 for axis in contracted):
         return False
     has_integers = any(jnp.issubdtype(value.dtype, jnp.integer) for value in values)
     return has_integers or all(value.is_table or value.yields for value in values)
 
 
 def _outer_product(equation: Equation, values: Values) -> CastValue:
-    """Evaluates a dot without a contraction as a multiplication, which no device rounds.
+    """Evaluates a dot that sums nothing as a multiplication, which no device rounds.
 
     One operand may be of integers: positions, of which `jnp.einsum` makes no floats.
     """
-    batch, result = equation.params["dimension_numbers"][1], equation.outvars[0].aval
+    (contracted, batch), result = equation.params["dimension_numbers"], equation.outvars[0].aval
+    arrays = as_traced(equation.invars, values)
     a, b = (
-        jnp.moveaxis(array, axes, range(len(axes))).astype(result.dtype)
-        for array, axes in zip(as_traced(equation.invars, values), batch, strict=True)
+        _rows(array, axes, summed).astype(result.dtype)
+        for array, axes, summed in zip(arrays, batch, contracted, strict=True)
     )
     shared, rank = len(batch[0]), result.ndim
     a = lax.expand_dims(a, range(a.ndim, rank))
     b = lax.expand_dims(b, range(shared, shared + rank - b.ndim))
     return CastValue(lax.mul(*jnp.broadcast_arrays(a, b)))
+
+
+def _rows(array: Any, batch: Sequence[int], contracted: Sequence[int]) -> jax.Array:
+    """Returns an operand with its batch axes first, and without those of one element."""
+    axes = (*batch, *contracted)
+    ends = (*range(len(batch)), *range(-len(contracted), 0))
+    ordered = jnp.moveaxis(array, axes, ends)
+    return lax.squeeze(ordered, range(ordered.ndim - len(contracted), ordered.ndim))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -34,15 +34,17 @@ from policy.autocasting.cast_flow import (
 )
 from policy.autocasting.marked_program import matmuls_and_kept, with_marks
 from policy.autocasting.source_lines import (
-    calls_a_cast,
+    asks_for_float32,
     class_of,
     frames,
     gives_float32,
     is_by_caster,
     is_layers,
     line_of,
+    multiplies_for_linear_algebra,
     normalization_of,
     speaks,
+    with_nested,
     writers,
 )
 from policy.core.messages import warn_once
@@ -168,21 +170,25 @@ def _said(
             for equation in second.with_rules:
                 _trace_rule(equation)
     except Exception as error:  # code for float32 alone
-        _tell_unseen(first, half, f"{type(error).__name__}: {error}".splitlines()[0])
+        _tell_unseen(
+            [*first, *first.calls], half, f"{type(error).__name__}: {error}".splitlines()[0]
+        )
         return {}
     shapes = [[tuple(v.aval.shape for v in e.invars) for e in found] for found in (first, second)]
     if shapes[0] != shapes[1]:
-        _tell_unseen(first, half, "it runs other matmuls there")
+        _tell_unseen([*first, *first.calls], half, "it runs other matmuls there")
         return {}
     if len(first.with_rules) == len(second.with_rules):
         for old, new in zip(first.with_rules, second.with_rules, strict=True):
             _second[rule_of(old)] = new, id(new) in second.casting
+    casting = {each for code in second.casts for each in with_nested(code)}
     said: dict[int, str] = {}
     for equation, same, line, operands in zip(
         first, second, second.lines, second.operands, strict=True
     ):
         request = _request(same, operands[:2])
-        if request == "told" and CAST not in operands and not second.casts & writers(line):
+        is_open = CAST not in operands and set(operands) != {DERIVED}
+        if request == "told" and is_open and not casting & writers(line):
             request = ""  # computed from a cast that another function wrote
         if request == "told" or said.get(id(equation), request) != request:
             _tell(line, half)
@@ -201,6 +207,8 @@ def _said(
 
 def _request(equation: Equation, operands: Sequence[str]) -> str:
     """Returns the mark of a matmul, "" of a line that says nothing, or "told" of an open one."""
+    if multiplies_for_linear_algebra(equation):
+        return ""
     found, is_wide = set(operands), not NARROW.intersection(operands)
     asked = equation.params.get("preferred_element_type")
     if found == {HALF} and asked is not None and np.dtype(asked) == F32:
@@ -238,10 +246,10 @@ def _tell(equation: Equation, half: np.dtype) -> None:
 
 def _tell_unseen(lines: Iterable[Equation], half: np.dtype, reason: str) -> None:
     for function, line in {
-        line_of(line) for line in lines if any(map(calls_a_cast, writers(line)))
+        line_of(line) for line in lines if any(map(asks_for_float32, writers(line)))
     }:
         warn_once(
-            f"{function}, at {line}, names a cast to float32, and can't be traced in {half} to see "
+            f"{function}, at {line}, names float32, and can't be traced in {half} to see "
             f"what it holds for ({reason}). Its matmuls run in {half}: write "
             "`with full_precision():` around those that should run in float32."
         )

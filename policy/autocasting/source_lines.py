@@ -18,20 +18,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from policy.programs.jaxprs import Equation
+from policy.programs.jaxprs import Equation, OpenJaxpr
 
 _SPEAKS = re.compile(
     "astype|asarray|float32|f32|preferred_element_type|convert_element_type|cast_(to|floating)"
 )
 _GIVES = re.compile(r"preferred_element_type|\bdtype\b.*(float32|f32)|force_float32_reductions")
-_CASTS = re.compile("astype|asarray|convert_element_type")
+_CASTS = re.compile("astype|asarray|convert_element_type|preferred_element_type")
 _FLOAT32 = re.compile("float32|f32", re.IGNORECASE)
+_HELPERS = 2  # how many calls around a cast may name its dtype
 _OF_ARRAYS = re.compile(r"(jnp|np|jax|lax|numpy)\.")
 _OF_MODEL = re.compile(r"(^|\.)(compute_)?dtype(_\w+)?$|^None$|b?float16")
 _OF_CASTS = {"astype", "_astype", "array", "asarray", "__call__", "convert_element_type"}
+_OF_CASTS |= {"promote_dtype"}
 _OF_OURS = re.compile("cast_(array|floating|to_)|^cast$|^stops$")
 _PLUMBING = re.compile("bind|process_primitive|current|cache_miss|reraise|jvp|<genexpr>|^meth$")
 _LAYERS = ("linear.py", "attention.py", "recurrent.py")
+_LINEAR_ALGEBRA = "linalg"  # in the names of JAX's files
+_HIGHEST = (jax.lax.Precision.HIGHEST, (jax.lax.Precision.HIGHEST,) * 2)
+_PRODUCTS = {"matmul", "matrix_power", "multi_dot", "outer", "tensordot", "vecdot"}
 _TREES = re.compile(r"jax._src.tree(_util)?\.py$")
 
 # Who cast a value to float32: a line that names it, a layer of Flax's that was given it, or JAX.
@@ -56,55 +61,96 @@ def is_of_jax(equation: Equation) -> bool:
     return _called(equation)[0] not in _OF_CASTS
 
 
-def cast_by(equation: Equation) -> str:
+def cast_by(equation: Equation, around: Equation | None = None) -> str:
     """Returns whether a line that names float32 cast an operand, or another, or JAX.
 
     A dtype that is a field of a model, ``x.astype(self.dtype)``, or an argument of a function is
-    left to the policy. Constants of a module or class are the line's own words.
+    left to the policy, unless the call of that function names float32. Constants of a module or
+    class are the line's own words.
+
+    Args:
+      equation: the cast.
+      around: the call of the program that it is in, such as one of `jax.jit`.
     """
-    name, code, offset = _called(equation)
-    if code is None or is_library(code.co_filename):
-        is_flaxs = code is not None and is_file_of_flax(code.co_filename)
+    name, calls = _called(equation)
+    if not calls or is_library(calls[0][0].co_filename):
+        is_flaxs = bool(calls) and is_file_of_flax(calls[0][0].co_filename)
         return GIVEN if is_flaxs else PROMOTED
-    is_ours = _OF_OURS.search(name) is not None
-    return CAST if is_ours or (name in _OF_CASTS and _is_constant(code, offset)) else PROMOTED
+    if _OF_OURS.search(name) is not None:
+        return CAST
+    if name not in _OF_CASTS:
+        return PROMOTED
+    if around is not None:
+        calls += zip(*frames(around), strict=True)
+    outer = [each for each in calls[1:] if not is_library(each[0].co_filename)]
+    is_named = _is_constant(*calls[0]) or any(_names_float32(*each) for each in outer[:_HELPERS])
+    return CAST if is_named else PROMOTED
 
 
-def _called(equation: Equation) -> tuple[str, types.CodeType | None, int]:
-    """Returns the name of the function of JAX, or of a cast of ours, that the line of an equation
-    calls, and the line's code and offset.
+def _called(equation: Equation) -> tuple[str, list[tuple[types.CodeType, int]]]:
+    """Returns the name of the function of JAX, or of a cast of Flax's or ours, that the line of an
+    equation calls, and the code and the offset of the line and of the calls around it.
     """
-    name = ""
-    for code, offset in zip(*frames(equation), strict=True):
+    name, calls = "", list(zip(*frames(equation), strict=True))
+    for i, (code, _) in enumerate(calls):
         file, is_ours = code.co_filename, code.co_filename.startswith(_OF_POLICIES)
-        if not file.startswith(_JAX) and not (is_ours and _OF_OURS.search(code.co_name)):
-            return name, code, offset
+        is_cast = (is_ours and _OF_OURS.search(code.co_name)) or _is_promotion(file)
+        if not file.startswith(_JAX) and not is_cast:
+            return name, calls[i:]
         if not _PLUMBING.search(code.co_name) and not _TREES.search(file):
             name = code.co_name
-    return name, None, 0
+    return name, []
 
 
 @functools.lru_cache(4096)
 def _is_constant(code: types.CodeType, offset: int) -> bool:
     """Returns whether a call of a cast names a constant dtype, no field or argument of the code.
 
-    It is read from the bytecode: code that was typed in has no source. A local variable may hold
-    a function of a constant, `promote_types`.
+    It is read from the bytecode: code that was typed in has no source.
     """
+    names, said = _words(code, offset)
+    if any(map(_FLOAT32.search, (*names, *(str(each.argval) for each in said)))):
+        return True
+    if not _OF_CASTS.intersection(names):
+        return True  # a function that holds the dtype
+    roots = [each for each in said if each.opname.startswith(_ROOTS) and not _is_flag(each)]
+    if not roots or not roots[-1].opname.startswith(_ROOTS[:2]):
+        return True
+    is_field = any(each.opname == "LOAD_ATTR" for each in said[said.index(roots[-1]) :])
+    return not is_field and _is_set_to_float32(code, roots[-1].argval)
+
+
+@functools.lru_cache(4096)
+def _names_float32(code: types.CodeType, offset: int) -> bool:
+    """Returns whether an argument of a call is float32 itself, and not an array made in it."""
+    _, said = _words(code, offset)
+    calls = [_span(each) for each in said if each.opname.startswith("CALL")]
+    named = [_span(each) for each in said if _FLOAT32.fullmatch(str(each.argval))]
+    return any(not any(a <= start and end <= b for a, b in calls) for start, end in named)
+
+
+def _words(code: types.CodeType, offset: int) -> tuple[list[str], list[dis.Instruction]]:
+    """Returns the names in the callee of a call, and the instructions of its arguments."""
     instructions = [(*_span(each), each) for each in dis.get_instructions(code)]
     start, end, _ = next(each for each in reversed(instructions) if each[2].offset <= offset)
     within = [each for each in instructions if start <= each[0] and each[1] <= end]
     callee = [last for first, last, _ in within if first == start and last < end]
     called = max(callee, default=start)
     names = [str(each.argval) for *span, each in within if called in span]
-    said = [each for first, _, each in within if first > called]
-    if any(map(_FLOAT32.search, (*names, *(str(each.argval) for each in said)))):
-        return True
-    if not _OF_CASTS.intersection(names):
-        return True  # a function that holds the dtype
-    roots = [each for each in said if each.opname.startswith(_ROOTS) and not _is_flag(each)]
-    is_local = bool(roots) and roots[-1].opname.startswith(_ROOTS[:2])
-    return not is_local or ("promote_types" in code.co_names and casts_to_float32(code))
+    return names, [each for first, _, each in within if first > called]
+
+
+def _is_set_to_float32(code: types.CodeType, name: str) -> bool:
+    """Returns whether a line that sets a local variable names float32, and no other choice."""
+    instructions = list(dis.get_instructions(code))
+    lines = {
+        _span(each)[0][0]
+        for each in instructions
+        if each.opname.startswith("STORE_") and each.argval == name
+    }
+    told = [each for each in instructions if _span(each)[0][0] in lines]
+    is_choice = any("JUMP" in each.opname for each in told)
+    return not is_choice and any(_FLOAT32.search(str(each.argval)) for each in told)
 
 
 _ROOTS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_CONST")
@@ -131,7 +177,7 @@ def speaks(equations: Sequence[Equation]) -> bool:
     if any(map(is_layers, files)) and any(map(_gives_dtypes, files)):
         return True
     own = {code for code in inside if not is_file_of_flax(code.co_filename)}
-    around = [each for code in own for each in _with_nested(code)]
+    around = [each for code in own for each in with_nested(code)]
     return any(
         name in _speaking(code.co_filename)
         for code in around
@@ -148,7 +194,7 @@ def _speaks(code: types.CodeType) -> bool:
 @functools.lru_cache(4096)
 def names_dtypes(code: types.CodeType) -> bool:
     """Returns whether a function, or one inside it, names a cast or a dtype of a result."""
-    return any(map(_speaks, _with_nested(code)))
+    return any(map(_speaks, with_nested(code)))
 
 
 @functools.lru_cache(256)
@@ -183,10 +229,12 @@ def is_by_caster(equation: Equation) -> bool:
 
 
 @functools.lru_cache(4096)
-def calls_a_cast(code: types.CodeType) -> bool:
-    """Returns whether a function names float32 and calls a cast: np.float32(0) is a number."""
-    names = " ".join(code.co_names)
-    return bool(_CASTS.search(names) and _FLOAT32.search(names))
+def asks_for_float32(code: types.CodeType) -> bool:
+    """Returns whether a function names float32 and calls a cast, or chooses the dtype of a result:
+    np.float32(0) is a number.
+    """
+    words = " ".join((*code.co_names, *(str(each) for each in code.co_consts)))
+    return bool(_CASTS.search(words) and _FLOAT32.search(" ".join(code.co_names)))
 
 
 @functools.lru_cache(4096)
@@ -208,11 +256,11 @@ def class_of(code: types.CodeType) -> str:
     return code.co_qualname.split(".")[0]
 
 
-def _with_nested(code: types.CodeType) -> Iterator[types.CodeType]:
+def with_nested(code: types.CodeType) -> Iterator[types.CodeType]:
     yield code
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
-            yield from _with_nested(each)
+            yield from with_nested(each)
 
 
 @functools.lru_cache(256)
@@ -234,12 +282,13 @@ def _inside(equation: Equation) -> Iterator[Any]:
 def _speaking(file: str) -> set[str]:
     """Returns the names of a module's file that stand for a cast to float32, or for that dtype.
 
-    These are functions that the file defines, or imports from its package or folder, and the
-    classes, containers and partial functions that hold such.
+    These are functions that the file defines, or imports from its package or from files that are
+    not installed, and the classes, containers and partial functions that hold such.
     """
     modules = [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == file]
     packages = {m.__name__.split(".")[0] for m in modules} - {"__main__"}
     near = (os.path.dirname(file), *(os.sep + package + os.sep for package in packages))
+    modules = modules or [sys.modules["__main__"]]  # a cell of a notebook
     found: set[str] = set()
     for name, value in (item for module in modules for item in list(vars(module).items())):
         with contextlib.suppress(Exception):  # proxies raise whatever they like
@@ -265,7 +314,7 @@ def _casts_in(value: Any, near: Sequence[str], seen: set[int]) -> Iterator[str]:
     elif isinstance(value, types.FunctionType):
         inside += [each.cell_contents for each in value.__closure__ or () if each != _EMPTY]
         if _is_near(value.__code__.co_filename, near):
-            yield from (each.co_name for each in _with_nested(value.__code__) if _speaks(each))
+            yield from (each.co_name for each in with_nested(value.__code__) if _speaks(each))
     elif isinstance(value, classmethod | staticmethod | types.MethodType):
         inside = [value.__func__]
     else:
@@ -277,10 +326,29 @@ def _casts_in(value: Any, near: Sequence[str], seen: set[int]) -> Iterator[str]:
 
 
 def _is_near(file: str, near: Sequence[str]) -> bool:
-    return not is_library(file) and any(part in file for part in near)
+    is_installed = f"{os.sep}site-packages{os.sep}" in file
+    return not is_library(file) and (not is_installed or any(part in file for part in near))
 
 
 _EMPTY = types.CellType()
+
+
+def multiplies_for_linear_algebra(equation: Equation) -> bool:
+    """Returns whether a matmul is one that JAX multiplies precisely inside of a function of linear
+    algebra, such as `jax.scipy.linalg.expm`.
+    """
+    if equation.params.get("precision") not in _HIGHEST:
+        return False
+    codes = itertools.takewhile(lambda code: code.co_filename.startswith(_JAX), frames(equation)[0])
+    return any(
+        _LINEAR_ALGEBRA in code.co_filename and code.co_name not in _PRODUCTS for code in codes
+    )
+
+
+def is_of_linear_algebra(body: OpenJaxpr) -> bool:
+    """Returns whether a program is a function of JAX's linear algebra."""
+    info = body.debug_info
+    return info is not None and _JAX in info.func_src_info and _LINEAR_ALGEBRA in info.func_src_info
 
 
 def line_of(equation: Equation) -> tuple[str, str]:
@@ -308,6 +376,12 @@ def frames(equation: Equation) -> tuple[Sequence[Any], Sequence[int]]:
 @functools.cache
 def is_library(file: str) -> bool:
     return file.startswith((_JAX, *_OURS)) or is_file_of_flax(file)
+
+
+@functools.cache
+def _is_promotion(file: str) -> bool:
+    """Returns whether a file of Flax's holds `promote_dtype`."""
+    return is_file_of_flax(file) and os.path.basename(file) == "dtypes.py"
 
 
 @functools.cache

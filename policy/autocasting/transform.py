@@ -30,7 +30,7 @@ from policy.autocasting.requests import retracing, with_requests
 from policy.autocasting.settings import Places, Settings
 from policy.autocasting.sites import rejecting_sites
 from policy.autocasting.values import CastValue, cast
-from policy.core.dtypes import precision_around
+from policy.core.dtypes import HIGHEST, precision_around
 from policy.core.messages import require_function, warn_once
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, pattern_text
@@ -38,7 +38,7 @@ from policy.core.scope import RulesLike, computes_in_half, current_scope, enter,
 from policy.programs.dtypes import F32, is_floating_dtype
 from policy.programs.frameworks import make_jaxpr
 from policy.programs.jaxprs import is_unwritten, opened, repeated_programs
-from policy.programs.marks import ISLAND
+from policy.programs.marks import ISLAND, computes_in
 from policy.programs.primitives import known_primitives
 from policy.programs.rewriting.outlining import outlined
 from policy.programs.thread import during
@@ -257,7 +257,11 @@ class _Autocast:
             target, arguments, finish = self.lowered(args, kwargs)
             in_place = any(map(is_staged, arguments.arrays))
             program = target._rewritten if in_place else target._program
-            return finish(without_static(program(arguments, settings)(*arguments.arrays)))
+            # a trace around it in float32 can't tell that float32 is asked for: the mark does
+            is_asked = in_place and settings.policy.compute_dtype == F32
+            mark = computes_in(F32, None, HIGHEST) if is_asked else contextlib.nullcontext()
+            with mark:
+                return finish(without_static(program(arguments, settings)(*arguments.arrays)))
 
         transformed.explain = self.explain  # type: ignore[attr-defined]
         return transformed

@@ -27,7 +27,7 @@ from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, RulesLike, as_rules
 from policy.programs.frameworks import is_reference
 from policy.programs.marks import BOUNDARY, ISLAND, NO_POLICY, returned
-from policy.programs.thread import during
+from policy.programs.thread import during, thread
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -373,7 +373,7 @@ def _in_force(
         policy = outer.policy  # by whose identity a read of it is known
     else:
         current_scope()  # is read: the block inside keeps the rest of it
-        if policy and policy not in _read and (outer.policy or not is_float32(policy)):
+        if policy and policy not in _read and not is_float32(policy):
             _unread[id(policy)] = policy
     scope = dataclasses.replace(
         outer,
@@ -381,7 +381,8 @@ def _in_force(
         rules=outer.rules if rules is None else rules,
         attention_axes=outer.attention_axes if attention_axes is None else attention_axes,
     )
-    leaves = policy is None and outer.policy is not None
+    is_within = outer.policy is not None or thread.autocast is not None
+    leaves = is_within and (policy is None or is_float32(policy))
     mark = jax.named_scope(NO_POLICY) if leaves else contextlib.nullcontext()
     with mark, enter(scope, Source("scope")):
         yield policy

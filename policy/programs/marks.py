@@ -44,7 +44,7 @@ def innermost_scope(equation: Equation) -> str:
 LAYER = f"{REGION}layer"  # a layer that obeys a policy itself
 RETURNED = f"{REGION}returned"  # its result, for the code around it
 KEPT = f"{REGION}kept"  # a parameter that no policy casts
-NO_POLICY = f"{REGION}no_policy"  # a block of `use_policy(None)` inside of a policy
+NO_POLICY = f"{REGION}no_policy"  # a block of None or float32 inside of a policy
 UNROUNDED = f"{REGION}unrounded"  # a matmul of which a line asks for a float32 result
 _COMPUTE = f"{REGION}computes_in_"
 _CALL = f"{REGION}call_"
@@ -111,11 +111,14 @@ def innermost(path: tuple[str, ...]) -> str | tuple[np.dtype, Any, str | None] |
     """Returns what the innermost mark of a path says.
 
     Returns `LAYER` for a layer, the arguments of `computes_in` for a module's own code, and None
-    without a mark.
+    without a mark. A block of `use_policy` with None or
+    float32 computes in float32.
     """
     for name in reversed(path):
         if name == LAYER:
             return LAYER
+        if name == NO_POLICY:
+            return F32, None, None
         if name in _computes_in:
             return _computes_in[name]
     return None

@@ -237,6 +237,47 @@ def closure(h: Any, w: Any) -> Any:
     return jax.jit(lambda h: h.astype(f32) @ w)(h)
 
 
+def local_constant(h: Any, w: Any) -> Any:
+    wanted = f32
+    return h.astype(wanted) @ w.astype(wanted)
+
+
+def choice(h: Any, w: Any, dtype: Any = None) -> Any:
+    dtype = dtype or f32
+    return h.astype(dtype) @ w.astype(dtype)
+
+
+@partial(jax.jit, static_argnames="dtype")
+def jitted_in(h: Any, w: Any, dtype: Any) -> Any:
+    return h.astype(dtype) @ w.astype(dtype)
+
+
+def rows(h: Any, w: Any) -> Any:
+    rows = jnp.take(w.astype(f32), np.arange(8)[::-1], axis=0)
+    return h.astype(f32) @ rows
+
+
+def rotated(x: Any) -> Any:
+    angle = jnp.arange(x.shape[-1] / 2, dtype=f32)
+    a, b = jnp.split(x.astype(f32), 2, -1)
+    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a], -1)
+
+
+def scan_of_matrices(h: Any, w: Any) -> Any:
+    matrices = jnp.einsum("td,ij->tij", h[0].astype(f32), w.astype(f32)[:, :8])
+    return h @ lax.associative_scan(jnp.matmul, matrices)[-1, :, :1] * jnp.ones(10)
+
+
+def one_branch(h: Any, w: Any) -> Any:
+    dot = partial(jnp.dot, preferred_element_type=f32)
+    return lax.cond(h[0, 0, 0] > 0, dot, lambda h, w: ten(h), h, w)
+
+
+def without_policy(h: Any, w: Any) -> Any:
+    with use_policy(None):
+        return h @ w
+
+
 def top_cast(h: Any, w: Any) -> Any:
     h = h.astype(f32)
     return (jnp.sin(h) + h) @ w
@@ -336,6 +377,15 @@ BODIES: dict[str, tuple[Check, Callable[..., Any]]] = {
         plain,
         lambda h, w, fields=FIELDS: h.astype(fields.dtype) @ w.astype(fields.dtype),
     ),
+    "casts to a local variable": (in_float32, local_constant),
+    "casts to an argument or float32": (plain, choice),
+    "casts of a jitted function to its argument": (
+        in_float32, lambda h, w: jitted_in(h, w, dtype=f32)),
+    "promote_dtype": (
+        in_float32, lambda h, w: jnp.matmul(*flax.linen.dtypes.promote_dtype(h, w, dtype=f32))),
+    "optax.tree.cast": (in_float32, lambda h, w: jnp.matmul(*optax.tree.cast((h, w), f32))),
+    "casts and rows of a weight": (in_float32, rows),
+    "use_policy(None)": (in_float32, without_policy),
     "casts, and back": (only_in_float32, lambda h, w: cast_both(h, w).astype(h.dtype)),
     "x.astype(x.dtype)": (plain, lambda h, w: h.astype(h.dtype) @ w.astype(h.dtype)),
     "astype(float)": (in_float32, lambda h, w: h.astype(float) @ w.astype("f4")),
@@ -393,6 +443,12 @@ OWN_CODE = [
     R("x.astype(f32) * x.astype(f32)", has("mul"), lambda h, w: ten(h.astype(f32) * h.astype(f32)),
       expect=EITHER),
     R("x.astype(f32) at the top", in_float32, top_cast, expect=TOLD),
+    R("casts of two in three", wide, expect=TOLD, body=lambda h, w: jnp.einsum(
+        "btd,df,fg->btg", h.astype(f32), w.astype(f32), w.T @ w)),
+    R("rope in float32", in_float32, expect=TOLD,
+      body=lambda h, w: rotated(h) @ rotated(w.T).T),
+    R("associative_scan of casts", in_float32, scan_of_matrices, expect=TOLD),
+    R("preferred= in a branch", wide, one_branch, expect=TOLD),
     *(R(f"{name} in float32", *BODIES[name], policy="float32")
       for name in ("casts to bf16", "x.astype(bf16)", "jnp.sum(dtype=bf16)")),
     *(R(f"{name} in x64", *BODIES[name], **X64) for name in ("q / np.sqrt(8)", "q * np.array(8.)")),
