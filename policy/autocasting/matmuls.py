@@ -36,7 +36,9 @@ def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Val
         return "author's algorithm", bound_as_traced(equation, values)
     if precision is None and place.precision is not None:
         params["precision"] = canonical_precision(place.precision)
-    if place.matmul is None and _is_unrounded(equation, place):
+    is_unrounded = _is_unrounded(equation, place)
+    is_scaled = place.matmul is not None and (precision is None or not is_unrounded)
+    if is_unrounded and not is_scaled:
         return str(dtype), [_unrounded(equation, params, values, dtype)]
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
@@ -48,8 +50,11 @@ def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Val
     weights = [i for i, value in enumerate(values[:2]) if value.yields and not value.is_mask]
     by = place.matmul if len(weights) == 1 else None
     if by is not None and _may_be_scaled(equation, arrays, by, weights[0]):
-        product = _scaled(equation, arrays, by, weights[0], dtype)
-        return str(by.operands), [CastValue(cast(product, dtype))]
+        result = F32 if is_unrounded else dtype
+        product = _scaled(equation, arrays, by, weights[0], result)
+        return str(by.operands), [CastValue(cast(product, result))]
+    if is_unrounded:
+        return str(dtype), [_unrounded(equation, params, values, dtype)]
     return str(dtype), bound(equation, arrays, params)
 
 

@@ -384,7 +384,8 @@ def _in_force(
     is_within = outer.policy is not None or thread.autocast is not None
     leaves = is_within and (policy is None or is_float32(policy))
     mark = jax.named_scope(NO_POLICY) if leaves else contextlib.nullcontext()
-    with mark, enter(scope, Source("scope")):
+    precise = multiplying(policy, outer.policy) if leaves and policy else contextlib.nullcontext()
+    with mark, precise, enter(scope, Source("scope")):
         yield policy
 
 

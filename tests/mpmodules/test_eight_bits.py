@@ -203,6 +203,22 @@ def test_a_gradient_that_autocast_rewrites_multiplies_forward_alone_in_8_bits():
     assert set(inside) == {("int8", "int8"), HALF}
 
 
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"precision": "highest"}, ("bfloat16", "bfloat16")),
+        ({"preferred_element_type": jnp.float32}, ("int8", "int8")),
+    ],
+)
+def test_words_of_a_line_hold_under_a_policy_in_8_bits(options, found):
+    weight = jnp.cos(jnp.arange(64.0).reshape(8, 8))
+    function = policy.autocast(lambda w, x: jnp.dot(x, w, **options), "mixed_int8", params=0)
+    x = jnp.sin(jnp.arange(16.0).reshape(2, 8))
+    assert set(dots(function, weight, x)) == {found}
+    result = function(weight, x)
+    assert (result != result.astype(jnp.bfloat16).astype(jnp.float32)).any()  # unrounded
+
+
 def own(*args: Any, **kwargs: Any) -> Any:
     return lax.dot_general(*args, **kwargs)
 

@@ -119,6 +119,14 @@ def test_keep_outputs_that_can_not_hold_is_rejected(api, keep, error, words):
 
 
 @APIS
+def test_own_code_that_is_no_option_is_rejected(api):
+    base: Any = nn.Module if api == "linen" else nnx.Module
+    cls: Any = type("Net", (base,), {"__call__": lambda self, x: x, "own_code": "kep"})
+    with pytest.raises(ValueError, match="own_code should be 'autocast', 'keep' or None"):
+        cls(dtype_policy=MIXED)
+
+
+@APIS
 def test_an_unrounded_result_has_no_finding(api):
     def call(w: Any, x: Any) -> Any:
         return jnp.dot(jnp.tanh(x @ w), w, preferred_element_type=jnp.float32)

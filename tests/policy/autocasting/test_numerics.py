@@ -447,3 +447,29 @@ def test_statistics_of_looked_up_params_keep_what_they_meet_in_float32():
 
     found = autocast(standardized, BF16, params=0)(table)
     assert error(found, standardized(table)) < 1e-6  # 0.0003 if the centered values are rounded
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        jnp.linalg.pinv,
+        lambda w: jnp.linalg.lstsq(w, jnp.ones((8, 2)))[0],
+        jax.scipy.linalg.expm,
+    ],
+)
+def test_linear_algebra_multiplies_in_float32_forward_and_backward(function):
+    def gradient(f: Any) -> Any:
+        return jax.grad(lambda w: jnp.sum(jnp.sin(f(w))))(W)
+
+    assert largest_error(gradient(autocast(function, BF16)), gradient(function)) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "highest"}], ids=str)
+def test_positions_times_frequencies_are_not_rounded_where_a_matmul_sums_one_product(options):
+    def angles(positions: Any) -> Any:
+        frequencies = 10000.0 ** -(jnp.arange(4) / 4)
+        columns = frequencies[None, :, None]
+        return jnp.matmul(columns, positions[:, None].astype(jnp.float32), **options)
+
+    positions = jnp.arange(2000, 2006).reshape(2, 3)
+    assert largest_error(autocast(angles, BF16)(positions), angles(positions)) < 1e-6
