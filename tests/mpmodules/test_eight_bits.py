@@ -204,15 +204,15 @@ def test_a_gradient_that_autocast_rewrites_multiplies_forward_alone_in_8_bits():
 
 
 @pytest.mark.parametrize(
-    ("options", "found"),
+    ("dot", "found"),
     [
-        ({"precision": "highest"}, ("bfloat16", "bfloat16")),
-        ({"preferred_element_type": jnp.float32}, ("int8", "int8")),
+        (lambda w, x: jnp.dot(x, w, precision="highest"), ("bfloat16", "bfloat16")),
+        (lambda w, x: jnp.dot(x, w, preferred_element_type=jnp.float32), ("int8", "int8")),
     ],
 )
-def test_words_of_a_line_hold_under_a_policy_in_8_bits(options, found):
+def test_words_of_a_line_hold_under_a_policy_in_8_bits(dot, found):
     weight = jnp.cos(jnp.arange(64.0).reshape(8, 8))
-    function = policy.autocast(lambda w, x: jnp.dot(x, w, **options), "mixed_int8", params=0)
+    function = policy.autocast(dot, "mixed_int8", params=0)
     x = jnp.sin(jnp.arange(16.0).reshape(2, 8))
     assert set(dots(function, weight, x)) == {found}
     result = function(weight, x)
