@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from policy.programs.thread import ThreadValues
@@ -21,9 +20,6 @@ class _LinenCalls(ThreadValues):
         root call is under way.
       validates: whether Flax may run a setup to check it.
       adopters: those of `mpmodules.linen._port` in force, the innermost last.
-      half_states: half-precision variables by the identities of the float32 ones that stand for
-        them (`mpmodules.tracing.linen_pure_calls`).
-      made: the half-precision variables that the calls made.
       traced: the name of the model or module whose call is the outermost of a trace for a report;
         "" where none is.
       traced_model: the same, where it is a whole model and no module of one.
@@ -36,8 +32,6 @@ class _LinenCalls(ThreadValues):
     seen: dict[tuple[str, ...], set[type]] | None = None
     validates: bool = True
     adopters: Sequence[Any] = ()
-    half_states: Mapping[int, tuple[Any, Any]] = types.MappingProxyType({})
-    made: Sequence[Any] = ()
     traced: str = ""
     traced_model: str = ""
 

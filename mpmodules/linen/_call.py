@@ -29,10 +29,8 @@ from mpmodules.linen._resolution import (
 )
 from mpmodules.tracing.linen_pure_calls import (
     Method,
-    made_as_stored,
-    put_back_for_layer,
+    half_variables_in_float32,
     run_lifted,
-    states_made_in_float32,
 )
 from policy.core.arrays import cast_floating
 from policy.core.precedence import Effective
@@ -99,12 +97,11 @@ def _run_layer(call: MethodCall) -> Any:
 def _run_in_trace(call: MethodCall, effective: Effective, inner: Source) -> Any:
     module, keeps = call.module, _keeps(call.module)
     if keeps or _is_layer(call):
-        put_back_for_layer(module)
         recorded = None if calls.recorded is None else calls.recorded.note_run
         return own_code.run_layer(call, run_method, effective, keeps=keeps, recorded=recorded)
 
     def run_own_code() -> Any:
-        with states_made_in_float32(module):
+        with half_variables_in_float32(module):
             return _run_layer(call._replace(effective=effective, is_upstream=False))
 
     return own_code.run_inside(run_own_code, effective, inner)
@@ -156,7 +153,7 @@ def run_setup(module: Any, setup: Method) -> Any:
             return setup(view)
     inner = scope.within(effective.policy, crosses=scope.crosses(effective.base))
     traces = scope.traces_own_code and not _keeps(module)
-    states = states_made_in_float32(module) if traces else contextlib.nullcontext()
+    states = half_variables_in_float32(module) if traces else contextlib.nullcontext()
     with enter(inner, effective.source.for_those_inside(where(module))), states:
         return setup(module)
 
@@ -247,7 +244,7 @@ def call_traced(call: MethodCall, effective: Effective, *, plainly: Callable[...
         if module.is_initializing():  # shapes and dtypes as in a call; nothing else is of interest
             # Own code is in float32, and layers return float32 to it.
             tracing = dataclasses.replace(current_scope(), traces_own_code=True)
-            with enter(tracing), made_as_stored([module.scope]):
+            with enter(tracing):
                 args, kwargs = own_code.in_float32((call.args, call.kwargs))
                 call = call._replace(args=args, kwargs=kwargs)
                 outputs = plainly(*args, **kwargs)

@@ -1,7 +1,8 @@
 """Calls of linen methods as calls of pure functions: variables and random keys go in, updates of
 them come out.
 
-Variables in half precision, such as caches, are float32 to the code inside.
+Variables in half precision, such as caches, stay so: a user's code reads them in float32, and they
+are rounded where it writes them.
 """
 
 from __future__ import annotations
@@ -111,25 +112,19 @@ def _transform(
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        params = _divided(variables, are_params=True)
-        others = _divided(variables, are_params=False)
-        stored = half_dtypes(_joined(params, others))
+        params, others = variables
         packed = args[0] if args and isinstance(args[0], _Given) else None
 
         def call(params: Any, others: Any, inputs: Any) -> Any:
             (variables, rngs), (args, kwargs) = others, inputs
-            read, half_states = half_states_as_float32(variables)
-            scopes = scope_fn(_joined(params, read), rngs)
-            made = Made(jax.tree.leaves(scopes))
-            with calls.noting(**checked, half_states=half_states, made=[*calls.made, made]):
-                if packed is not None:
-                    if packed.has_references:
-                        args, kwargs = _released((args, kwargs))
-                    args, kwargs = (_Given(args, kwargs, packed.has_references),), {}
+            scopes = scope_fn((params, variables), rngs)
+            if packed is not None:
+                if packed.has_references:
+                    args, kwargs = _released((args, kwargs))
+                args, kwargs = (_Given(args, kwargs, packed.has_references),), {}
+            with calls.noting(**checked):
                 outputs = core(scopes, *args, **kwargs)
-                made.store()
-            state = as_stored(repack(scopes), stored)
-            return outputs, state, _Counts(list(map(_copied, counters)))
+            return outputs, repack(scopes), _Counts(list(map(_copied, counters)))
 
         inputs = (args, kwargs) if packed is None else (packed.args, packed.kwargs)
         inputs = _held(inputs) if packed is not None and packed.has_references else inputs
@@ -145,7 +140,7 @@ def _transform(
         before = list(map(_copied, counters))
         call = functools.partial(inner, counters=counters, args=args, kwargs=kwargs)
         try:
-            return lift.pack(call, (True,), (True,), (True,))(scopes)
+            return lift.pack(call, ("params", True), (True,), (True,))(scopes)
         except BaseException:
             for counts, old in zip(counters, before, strict=True):
                 set_counters(counts, old)
@@ -170,100 +165,24 @@ def set_counters(counters: dict[Any, Any], counts: Mapping[Any, Any]) -> None:
             counters[key] = count
 
 
-def _divided(groups: Any, *, are_params: bool) -> Any:
-    """Returns the `params` among the variables of each scope in each group, or the others."""
-
-    def of_scope(collections_: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: tree for k, tree in collections_.items() if (k == "params") == are_params}
-
-    return [list(map(of_scope, group)) for group in groups]
-
-
-def _joined(params: Any, others: Any) -> Any:
-    return tuple(
-        tuple({**of_params, **of_others} for of_params, of_others in zip(*pair, strict=True))
-        for pair in zip(params, others, strict=True)
-    )
-
-
-def half_states_as_float32(variables: Any) -> tuple[Any, dict[int, tuple[Any, Any]]]:
-    """Returns variables as a user's code reads them in a trace, half-precision ones in float32; and
-    these with those stored, by the identities of the former.
-    """
-
-    def read(stored: Any) -> Any:
-        if not _is_half(stored):
-            return stored
-        value = marks.returned_if_half(stored)
-        found[id(value)] = value, stored
-        return value
-
-    found: dict[int, tuple[Any, Any]] = {}
-    return jax.tree.map(read, variables), found
-
-
-def put_back_for_layer(module: Any) -> None:
-    """Gives a layer its own half-precision variables as they are stored."""
-    if not calls.half_states:
-        return
-
-    def stored(value: Any) -> Any:
-        _, found = calls.half_states.get(id(value), (None, value))
-        return found
-
-    for collection, tree in dict(module.scope.variables()).items():
-        if collection == "params" or not module.scope.is_mutable_collection(collection):
-            continue
-        for name, value in dict(tree).items():
-            module.scope.put_variable(collection, name, jax.tree.map(stored, value))
-
-
 # --------------------------------------------------------------------------------------------------
-# Variables that a call makes
+# Half-precision variables
 # --------------------------------------------------------------------------------------------------
-
-
-class Made:
-    """The half-precision variables made in a call, float32 while it lasts.
-
-    Attributes:
-      roots: the variables of the roots of its scopes, which Flax knows by their identity.
-      variables: the scope, collection, name and dtypes of each.
-    """
-
-    def __init__(self, scopes: Sequence[Scope]):
-        self.roots = [scope.root._variables for scope in scopes]
-        self.variables: list[tuple[Scope, str, str, dict[str, Any]]] = []
-
-    def store(self) -> None:
-        """Casts the variables to their half-precision dtypes."""
-        for scope, collection, name, halves in self.variables:
-            value = scope.get_variable(collection, name)
-            scope.put_variable(collection, name, as_stored(value, halves))
-
-
-def _made_in(scope: Scope) -> Made | None:
-    """Returns the variables made in the call that a scope belongs to, or None before it is one."""
-    root = scope.root._variables
-    return next((made for made in calls.made if any(root is each for each in made.roots)), None)
 
 
 class _Float32Scope(Scope):
-    """A scope in which half-precision variables are float32 to the code that makes them."""
+    """A scope whose half-precision variables are float32 to the code that reads and writes them."""
 
-    def variable(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, col: str, name: str, *init: Any, **options: Any
-    ) -> Any:
-        is_made = col != "params" and not self.has_variable(col, name)
-        variable = super().variable(col, name, *init, **options)
-        made = self.get_variable(col, name) if is_made else None
-        halves = half_dtypes(made)
-        call = _made_in(self)
-        if halves and call is not None:
-            wide = jax.tree.map(lambda x: marks.returned_if_half(x) if _is_half(x) else x, made)
-            self.put_variable(col, name, wide)
-            call.variables.append((self, col, name, halves))
-        return variable
+    def get_variable(self, col: str, name: str, default: Any = None) -> Any:
+        stored = super().get_variable(col, name, default)
+        if col == "params" or not _half_dtypes(stored):
+            return stored
+        return jax.tree.map(lambda x: marks.returned_if_half(x) if _is_half(x) else x, stored)
+
+    def put_variable(self, col: str, name: str, value: Any) -> None:
+        if col != "params":
+            value = _as_stored(value, _half_dtypes(super().get_variable(col, name)))
+        super().put_variable(col, name, value)
 
     def rewound(self, rewind_rngs: bool = False) -> Scope:
         return _as(_Float32Scope, super().rewound(rewind_rngs))
@@ -277,38 +196,19 @@ def _as(cls: type[Scope], scope: Scope) -> Scope:
 
 
 @contextlib.contextmanager
-def made_as_stored(scopes: Sequence[Scope]) -> Iterator[None]:
-    """Casts the variables made in a block to their half-precision dtypes at its end."""
-    made = Made(scopes)
-    with calls.noting(made=[*calls.made, made]):
-        yield
-        made.store()
-
-
-@contextlib.contextmanager
-def states_made_in_float32(module: Any) -> Iterator[None]:
-    """Makes the half-precision variables that a user's module makes in a trace float32 to it."""
-    scope = module.scope
-    if type(scope) is not Scope:
+def half_variables_in_float32(module: Any) -> Iterator[None]:
+    """Makes half-precision variables float32 to a user's module in a block, params aside."""
+    if type(module.scope) is not Scope:
         yield
         return
-    # The scopes inside of a lifted function end with it.
-    is_lifted = _made_in(scope) is None
-    lifted = made_as_stored([scope]) if is_lifted else contextlib.nullcontext()
-    object.__setattr__(module, "scope", _as(_Float32Scope, scope))
+    object.__setattr__(module, "scope", _as(_Float32Scope, module.scope))
     try:
-        with lifted:
-            yield
+        yield
     finally:
         object.__setattr__(module, "scope", _as(Scope, module.scope))
 
 
-# --------------------------------------------------------------------------------------------------
-# Dtypes
-# --------------------------------------------------------------------------------------------------
-
-
-def half_dtypes(variables: Any) -> dict[str, Any]:
+def _half_dtypes(variables: Any) -> dict[str, Any]:
     """Returns the dtypes of half-precision variables, by their paths."""
     return {
         jax.tree_util.keystr(path): leaf.dtype
@@ -317,8 +217,8 @@ def half_dtypes(variables: Any) -> dict[str, Any]:
     }
 
 
-def as_stored(after: Any, halves: Mapping[str, Any]) -> Any:
-    """Returns variables after a call, in half precision where they were before."""
+def _as_stored(after: Any, halves: Mapping[str, Any]) -> Any:
+    """Returns variables as they are to be stored, in half precision where they were before."""
     if not halves:
         return after
 

@@ -9,11 +9,9 @@ from typing import Any, ClassVar
 
 import flax.linen as flax_nn
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import Crossing, MethodCall
-from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.functions import attention
 from mpmodules.layers.attention_calls import ATTENTION
 from mpmodules.layers.cache_calls import check_cache, decoding, is_or_binds, own_cache_dtype
@@ -60,17 +58,13 @@ class Attention(Module):
         of its policy.
         """
         own, variables = own_cache_dtype(policy, fields["dtype"]), _Variables(self)
-        dtype = own or policy.compute_dtype
-        # In a trace of a user's own code Flax may have sliced the float32 that stands for it.
-        stands_in = bool(calls.half_states) and dtype.itemsize == 2
-        stands_in = stands_in and variables.dtype == jnp.float32
-        if self.is_mutable_collection("cache") and not stands_in:  # Flax rejects others
-            check_cache(variables, policy, dtype, where(self))
-        if own is None and not stands_in:
+        if self.is_mutable_collection("cache"):  # Flax rejects others
+            check_cache(variables, policy, own or policy.compute_dtype, where(self))
+        if own is None:
             return {}
         attend = fields.get("attention_fn", declared_field(self, "attention_fn"))
         takes_codes = is_or_binds(attend, dot_product_attention)
-        attend = decoding(attend, variables, dtype, takes_codes=takes_codes)
+        attend = decoding(attend, variables, own, takes_codes=takes_codes)
         return {"decode": False, "attention_fn": attend}
 
 
@@ -79,11 +73,6 @@ class _Variables:
 
     def __init__(self, module: Any):
         self.module = module
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the keys, or None before they are made."""
-        return self.read("cached_key").dtype if self.has("cached_key") else None
 
     def has(self, name: str) -> bool:
         return self.module.has_variable("cache", name)
