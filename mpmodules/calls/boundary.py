@@ -14,7 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from mpmodules.calls.classes import LAYER_OF, is_reference
+from mpmodules.calls.classes import (
+    CALLERS,
+    LAYER_OF,
+    calls_users,
+    derives_from,
+    is_library,
+    is_ours,
+    is_reference,
+)
 from mpmodules.functions.functional import complex_input, is_wider
 from policy.core.arrays import cast_array, cast_floating, is_floating
 from policy.core.dtypes import HIGHEST, ScaledMatmul
@@ -93,7 +101,6 @@ class MethodCall(NamedTuple):
       name: the name that the method has in its class.
       is_upstream: whether it is Flax's own, or ours in its place. The inputs of a user's method on
         top of a layer are the user's business; the layer's own method is a call inside of it.
-      signature_of: the function whose signature names the arguments, `module` first.
       is_lifted: whether it is a transformed method of linen, which calls another boundary of the
         same module inside of the transform: only the casts and the scope are applied here.
       effective: the policy that a layer obeys.
@@ -106,7 +113,6 @@ class MethodCall(NamedTuple):
     kwargs: dict[str, Any]
     name: str
     is_upstream: bool
-    signature_of: Any
     is_lifted: bool = False
     effective: Effective = Effective(None, None, NO_SOURCE)
     crosses: bool = False
@@ -114,6 +120,17 @@ class MethodCall(NamedTuple):
     def run(self, module: Any) -> Any:
         """Calls the method of the module, or of one that stands in for it."""
         return self.method(module, *self.args, **self.kwargs)
+
+    @property
+    def runs_library(self) -> bool:
+        """Whether the method is Flax's or ours, of a module that runs no code of a user's."""
+        is_caller = derives_from(type(self.module), *CALLERS)
+        return is_library(self.method) and not (is_caller and calls_users(self.module))
+
+    @property
+    def is_of_layer(self) -> bool:
+        """Whether the method is that of a layer which obeys policies itself."""
+        return self.runs_library and is_ours(type(self.module))
 
     @property
     def policy(self) -> Policy | None:
@@ -175,7 +192,7 @@ class MethodCall(NamedTuple):
         names = (*getattr(type(self.module), "keep_inputs", ()), *crossing.keeps)
         kept = {0} if crossing.is_step else set[int]()  # a carry, whatever its name
         if names and len(args) > len(kept):
-            kept |= _kept_positions(self.signature_of, len(args), names)
+            kept |= _kept_positions(self.method, len(args), names)
 
         def cast(tree: Any) -> Any:
             return cast_floating(tree, policy.compute_dtype, is_leaf=is_reference)
@@ -195,24 +212,43 @@ class Api:
         around its own call changes nothing in a bare layer.
       effective: returns the policy that a module obeys in a call in a scope.
       where: returns a module's name for messages.
+      calls: the calls under way.
       under_way: notes a call for a block.
-      run_in_trace: runs a call in a trace of the code around it, given the source of the policy of
-        the modules inside.
       run_layer: runs a method without its boundary; Flax's own sees a module that computes as the
         policy says.
+      run_own_code: runs a user's method inside of a trace, under the policy given.
+      run_in_trace: `mpmodules.calls.own_code.run_in_trace`.
     """
 
     captures: bool
     effective: Callable[[Any, Scope], Effective]
     where: Callable[[Any], str]
+    calls: Any
     under_way: Callable[[MethodCall, Effective, Scope], contextlib.AbstractContextManager[None]]
-    run_in_trace: Callable[[MethodCall, Effective, Source], Any]
     run_layer: Callable[[MethodCall], Any]
+    run_own_code: Callable[[MethodCall, Effective], Any]
+    run_in_trace: Callable[[Api, MethodCall, Effective, Source, Scope], Any]
+
+
+def keeps(module: Any) -> bool:
+    """Returns whether a module's own code runs in the dtypes that it meets."""
+    is_kept = vars(module).get("_ported_code") == "keep"
+    return is_kept or getattr(type(module), "own_code", None) == "keep"
+
+
+def outermost(api: Api, call: MethodCall, scope: Scope) -> Effective | None:
+    """Returns the policy of a call whose own code is to be traced; None of other calls."""
+    if scope.traces_own_code or scope.keeps_own_code or call.is_of_layer or keeps(call.module):
+        return None
+    effective = api.effective(call.module, scope)
+    rules = None if api.captures else scope.rules
+    return effective if computes_in_half(effective.policy, rules) else None
 
 
 def run_method(api: Api, call: MethodCall, scope: Scope) -> Any:
     """Calls a method in a scope, under the policy that its module obeys, with its boundary."""
-    module, is_layer = call.module, getattr(type(call.module), "_is_layer", False)
+    module, crossing = call.module, call.crossing
+    is_layer = getattr(type(module), "_is_layer", False)
     effective = api.effective(module, scope)  # before the call is noted: who is calling decides
     policy, source = effective.policy, effective.source
     inner = source  # of the modules inside
@@ -220,7 +256,7 @@ def run_method(api: Api, call: MethodCall, scope: Scope) -> Any:
         inner = source.for_those_inside(api.where(module))
     with api.under_way(call, effective, scope):
         if scope.traces_own_code:
-            return api.run_in_trace(call, effective, inner)
+            return api.run_in_trace(api, call, effective, inner, scope)
         entered = scope.entered(policy, effective.base, source, is_layer=is_layer)
         around: Policy | None = scope.policy
         inside: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -228,7 +264,8 @@ def run_method(api: Api, call: MethodCall, scope: Scope) -> Any:
             inside = enter(scope.within(policy, crosses=entered is not None), inner)
         if api.captures and not scope.boundary_open:
             around = None
-        precise, held = multiplying(policy, around), _float32_within_autocast(effective)
+        precise = multiplying(policy, around)
+        held = contextlib.nullcontext() if thread.autocast is None else _kept_in_float32(effective)
         takes_any = getattr(type(module), "_takes_inputs_as_they_come", False)
         given = call if entered is None or takes_any else call.with_inputs_cast(entered)
         given = given._replace(effective=effective, crosses=entered is not None and is_layer)
@@ -238,16 +275,16 @@ def run_method(api: Api, call: MethodCall, scope: Scope) -> Any:
         except TypeError as error:
             explain_scan(error)
             raise
-        if policy is not None and call.crossing.is_step:
+        if policy is not None and crossing.is_step:
             outputs = with_given_dtypes(outputs, given_carry(given.args, given.kwargs))
         if entered is None:
             return outputs
-        has_carry = call.crossing.returns_carry(module, call.kwargs)
+        has_carry = crossing.returns_carry(module, call.kwargs)
         outputs, kept = with_kept_outputs(call, outputs)
         return cast_outputs(scope.returned(entered), outputs, has_carry=has_carry, kept=kept)
 
 
-def _float32_within_autocast(effective: Effective) -> contextlib.AbstractContextManager[Any]:
+def _kept_in_float32(effective: Effective) -> contextlib.AbstractContextManager[Any]:
     """Keeps the code of a module whose own policy is float32 in float32 under an autocast."""
     policy, around = effective.policy, thread.autocast
     if policy is None or not effective.source.own or not computes_in_half(around):
@@ -304,7 +341,7 @@ def with_kept_outputs(call: MethodCall, outputs: Any) -> tuple[Any, list[Any]]:
     keep, kept = getattr(type(call.module), "keep_outputs", {}), []
     if not keep:
         return outputs, kept
-    bound = inspect.signature(call.signature_of).bind(call.module, *call.args, **call.kwargs)
+    bound = inspect.signature(call.method).bind(call.module, *call.args, **call.kwargs)
     items = dict(outputs) if isinstance(outputs, Mapping) else dict(enumerate(outputs))
     for place, name in keep.items():
         if place in items and name in bound.arguments:

@@ -26,11 +26,14 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import (
+    Api,
     MethodCall,
     as_given,
     cast_outputs,
     is_pair,
+    keeps,
     map_carry,
+    run_method,
     with_kept_outputs,
 )
 from mpmodules.calls.classes import derives_from, is_reference
@@ -118,17 +121,23 @@ def keeping() -> Any:
     return enter(dataclasses.replace(current_scope(), keeps_own_code=True))
 
 
-def run_inside(call: Callable[[], Any], effective: Effective, inner: Source) -> Any:
-    """Calls a module's own code inside of a trace: it is no boundary.
+def run_in_trace(
+    api: Api, call: MethodCall, effective: Effective, inner: Source, scope: Scope
+) -> Any:
+    """Runs a call inside of a trace of the code around it.
 
     Args:
-      call: calls it.
+      api: the API of the module.
+      call: the call.
       effective: the policy that the module obeys.
       inner: the source of the policy of the modules inside.
+      scope: the one that the call is made in.
     """
-    policy, scope = effective.base, current_scope()
+    if call.is_of_layer or keeps(call.module):
+        return _run_layer(api, call, effective, scope)
+    policy = effective.base
     if policy is None:
-        return call()
+        return api.run_own_code(call, effective)
     is_named = scope.names(policy, effective.source)
     inside = enter(dataclasses.replace(scope, policy=policy, boundary_open=True), inner)
     # In half precision the trace, which is in float32, can't hold the precision: the mark does.
@@ -138,7 +147,7 @@ def run_inside(call: Callable[[], Any], effective: Effective, inner: Source) -> 
         policy.compute_dtype, policy.matmul, policy.precision if half else None
     )
     with inside, mark, precise:
-        outputs = call()
+        outputs = api.run_own_code(call, effective)
     if not scope.boundary_open or (policy == scope.policy and not is_named):
         return outputs
     # Another policy's: the code around it reads it in its own dtype, or as this one returns it.
@@ -146,30 +155,16 @@ def run_inside(call: Callable[[], Any], effective: Effective, inner: Source) -> 
     return _marked(outputs, keeps=is_named and is_wide)
 
 
-def run_layer(
-    call: MethodCall,
-    run: Callable[[MethodCall], Any],
-    effective: Effective,
-    *,
-    keeps: bool,
-    recorded: Callable[..., None] | None,
-) -> Any:
-    """Calls a layer inside of a trace of own code: its dtypes are its policy's.
-
-    Args:
-      call: the call.
-      run: runs it, its inputs cast.
-      effective: the policy that the layer obeys.
-      keeps: whether own code in it runs in the dtypes that it meets.
-      recorded: is told of the module, the arguments and the outputs, for a summary.
-    """
-    policy, around = effective.policy, current_scope()
-    with enter(dataclasses.replace(around, traces_own_code=False)), marks.layer():
+def _run_layer(api: Api, call: MethodCall, effective: Effective, around: Scope) -> Any:
+    """Calls a layer inside of a trace of own code: its dtypes are its policy's."""
+    policy = effective.policy
+    keeps_own_code = around.keeps_own_code or keeps(call.module)
+    scope = dataclasses.replace(around, traces_own_code=False, keeps_own_code=keeps_own_code)
+    with enter(scope), marks.layer():
         given = call if policy is None or _comes_wide(call) else call.with_inputs_cast(policy)
-        with keeping() if keeps else contextlib.nullcontext():
-            outputs = run(given)
-        if recorded is not None:
-            recorded(given.module, given.args, given.kwargs, outputs)
+        outputs = run_method(api, given, scope)
+        if api.calls.recorded is not None:
+            api.calls.recorded(given, outputs)
     is_asked = around.names(effective.base, effective.source) or _is_asked(call.module)
     is_kept = policy is not None and is_asked and computes_in_half(policy)
     return _marked(outputs, call.carry()[1], keeps=is_kept)

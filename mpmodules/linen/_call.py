@@ -33,8 +33,9 @@ from mpmodules.tracing.linen_pure_calls import (
     run_lifted,
 )
 from policy.core.arrays import cast_floating
+from policy.core.policy import Policy
 from policy.core.precedence import Effective
-from policy.core.scope import Source, computes_in_half, current_scope, enter, multiplying
+from policy.core.scope import Scope, current_scope, enter, multiplying
 from policy.programs.tracing.pure_calls import is_eager
 from policy.quantized.params import require_trainable
 
@@ -54,7 +55,7 @@ def call_of(
 ) -> MethodCall:
     """Returns a call of a method; a `functools.partial` has no name."""
     name = getattr(method, "__name__", "")
-    return MethodCall(module, method, args, kwargs, name, is_upstream, method, is_lifted)
+    return MethodCall(module, method, args, kwargs, name, is_upstream, is_lifted)
 
 
 @functools.cache
@@ -68,22 +69,6 @@ def is_boundary_name(name: str) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 
-def _is_layer(call: MethodCall) -> bool:
-    """Returns whether a method is that of a layer which obeys policies itself."""
-    return runs_library(call) and classes.is_ours(type(call.module))
-
-
-def runs_library(call: MethodCall) -> bool:
-    """Returns whether a method is Flax's or ours, of a module that runs no code of a user's."""
-    is_caller = classes.derives_from(type(call.module), *classes.CALLERS)
-    return classes.is_library(call.method) and not (is_caller and classes.calls_users(call.module))
-
-
-def _keeps(module: Any) -> bool:
-    """Returns whether a module's class keeps its own code out of a trace."""
-    return getattr(type(module), "own_code", None) == "keep"
-
-
 def _run_layer(call: MethodCall) -> Any:
     module, has_fields = call.module, getattr(type(call.module), "_dtype_fields", False)
     if call.is_lifted or not has_fields:
@@ -94,45 +79,30 @@ def _run_layer(call: MethodCall) -> Any:
         return call.run(view)
 
 
-def _run_in_trace(call: MethodCall, effective: Effective, inner: Source) -> Any:
-    module, keeps = call.module, _keeps(call.module)
-    if keeps or _is_layer(call):
-        recorded = None if calls.recorded is None else calls.recorded.note_run
-        return own_code.run_layer(call, run_method, effective, keeps=keeps, recorded=recorded)
-
-    def run_own_code() -> Any:
-        with half_variables_in_float32(module):
-            return _run_layer(call._replace(effective=effective, is_upstream=False))
-
-    return own_code.run_inside(run_own_code, effective, inner)
+def _run_own_code(call: MethodCall, effective: Effective) -> Any:
+    with half_variables_in_float32(call.module):
+        return _run_layer(call._replace(effective=effective, is_upstream=False))
 
 
 LINEN = boundary.Api(
     captures=False,
     effective=effective_policy,
     where=where,
+    calls=calls,
     under_way=under_way,
-    run_in_trace=_run_in_trace,
     run_layer=_run_layer,
+    run_own_code=_run_own_code,
+    run_in_trace=own_code.run_in_trace,
 )
-
-
-def outermost(call: MethodCall) -> Effective | None:
-    """Returns the policy of a call whose own code is to be traced; None of other calls."""
-    if call.module.scope is None or _is_layer(call) or _keeps(call.module):
-        return None
-    scope = current_scope()
-    if scope.traces_own_code or scope.keeps_own_code or not is_boundary_name(call.name):
-        return None
-    effective = effective_policy(call.module, scope)
-    return effective if computes_in_half(effective.policy, scope.rules) else None
 
 
 def run_method(call: MethodCall) -> Any:
     """Calls a method under the policy that its module obeys."""
-    if call.is_lifted and (effective := outermost(call)) is not None:
-        return call_traced(call, effective, plainly=functools.partial(call.method, call.module))
-    return boundary.run_method(LINEN, call, current_scope())
+    run = functools.partial(boundary.run_method, LINEN)
+    if not call.is_lifted:
+        return run(call, current_scope())
+    method = functools.partial(call.method, call.module)
+    return run_outermost(call, method, otherwise=run)
 
 
 def is_innermost(module: flax_nn.Module) -> bool:
@@ -152,7 +122,7 @@ def run_setup(module: Any, setup: Method) -> Any:
         with viewed(module, module._policy_fields(effective.policy)) as view:
             return setup(view)
     inner = scope.within(effective.policy, crosses=scope.crosses(effective.base))
-    traces = scope.traces_own_code and not _keeps(module)
+    traces = scope.traces_own_code and not boundary.keeps(module)
     states = half_variables_in_float32(module) if traces else contextlib.nullcontext()
     with enter(inner, effective.source.for_those_inside(where(module))), states:
         return setup(module)
@@ -229,16 +199,30 @@ def _around_setup(setup: Method) -> Method:
 # --------------------------------------------------------------------------------------------------
 
 
-def call_traced(call: MethodCall, effective: Effective, *, plainly: Callable[..., Any]) -> Any:
-    """Calls an outermost method, whose own code obeys a policy.
+def run_outermost(
+    call: MethodCall,
+    plainly: Callable[..., Any],
+    *,
+    otherwise: Callable[[MethodCall, Scope], Any] | None = None,
+) -> Any:
+    """Calls a method; where it is outermost, and its own code obeys a policy, in a trace.
 
     Args:
       call: the call, of the function that Flax wraps.
-      effective: the module's policy.
       plainly: calls the method with arguments, without a trace.
+      otherwise: runs a call that is not outermost; by default `plainly` does.
     """
-    scope, policy, module, name = current_scope(), effective.policy, call.module, call.name
-    assert policy is not None
+    scope, effective = current_scope(), None
+    if call.module.scope is not None and is_boundary_name(call.name):
+        effective = boundary.outermost(LINEN, call, scope)
+    if effective is None or effective.policy is None:
+        return otherwise(call, scope) if otherwise else plainly(*call.args, **call.kwargs)
+    return _run_traced(call, effective.policy, scope, plainly)
+
+
+def _run_traced(call: MethodCall, policy: Policy, scope: Scope, plainly: Callable[..., Any]) -> Any:
+    """Calls an outermost method, whose own code obeys `policy`, in a trace."""
+    module, name = call.module, call.name
     # The module is cloned for the trace, without the modules around it.
     with enter(dataclasses.replace(scope, policy=policy)), multiplying(policy, scope.policy):
         if module.is_initializing():  # shapes and dtypes as in a call; nothing else is of interest
@@ -250,10 +234,11 @@ def call_traced(call: MethodCall, effective: Effective, *, plainly: Callable[...
                 outputs = plainly(*args, **kwargs)
         else:
             leaves = jax.tree.leaves((call.args, call.kwargs), is_leaf=is_reference)
+            has_references = any(map(is_reference, leaves))
             key = _key(call) if all(map(is_eager, leaves)) else None
             run = functools.partial(own_code.run, type(module), policy=policy, key=key)
             try:
-                outputs = run_lifted(call, leaves, run)
+                outputs = run_lifted(call, leaves, run, has_references=has_references)
             except own_code.CANNOT_BE_TRACED as error:
                 with enter(scope):
                     kept = functools.partial(plainly, *call.args, **call.kwargs)

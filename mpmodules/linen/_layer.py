@@ -70,7 +70,7 @@ class Layer(Module):
 
     def _call_layer(self, call: MethodCall) -> Any:
         policy, dtype = call.effective.policy, call.effective.dtype
-        complex_dtype, numerics = call.complex_dtype, call.numerics
+        numerics, complex_dtype = call.numerics, call.complex_dtype
         if policy is not None and dtype is None and complex_dtype is not None:
             with viewed(self, dtype_fields(self, policy) | {"dtype": complex_dtype}) as view:
                 return call.run(view)  # as Flax infers it: no policy casts complex numbers

@@ -20,9 +20,8 @@ from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.layers.docstrings import extend_docstring
 from mpmodules.linen._call import (
     call_of,
-    call_traced,
     install_boundaries,
-    outermost,
+    run_outermost,
     wrapped_once,
 )
 from mpmodules.linen._call import param as own_param
@@ -181,15 +180,9 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         def _call_wrapped_method(
             self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
-            call, flaxs = call_of(self, fun, args, kwargs), super()._call_wrapped_method
-            effective = outermost(call)
-            if effective is None:
-                outputs = flaxs(fun, args, kwargs)
-            else:
-                call = call._replace(method=wrapped_once(fun))
-                plainly = lambda *args, **kwargs: flaxs(fun, args, kwargs)  # noqa: E731
-                outputs = call_traced(call, effective, plainly=plainly)
-            return outputs
+            flaxs = super()._call_wrapped_method
+            call = call_of(self, wrapped_once(fun), args, kwargs)
+            return run_outermost(call, lambda *args, **kwargs: flaxs(fun, args, kwargs))
 
 
 Module.__annotations__["dtype_policy"] = (

@@ -34,13 +34,11 @@ from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.linen._call import (
     NOT_ENTERED,
     call_of,
-    call_traced,
     is_boundary_name,
     is_innermost,
-    outermost,
     run_method,
+    run_outermost,
     run_setup,
-    runs_library,
     wrapped_once,
 )
 from mpmodules.linen._resolution import declared_dtypes, own_params, viewed
@@ -177,11 +175,9 @@ class _Port:
             in_full_precision=around.in_full_precision,
         )
         with enter(scope, Source("argument", "apply_policy")), adopting(self.adopter):
-            is_layer = self.is_flaxs_layer and runs_library(call)
-            effective = None if is_layer else outermost(call)
-            if effective is None:
+            if self.is_flaxs_layer and call.runs_library:
                 return plainly(*call.args, **call.kwargs)
-            return call_traced(call, effective, plainly=plainly)
+            return run_outermost(call, plainly)
 
 
 def _is_transformed(method: Callable[..., Any]) -> bool:

@@ -293,7 +293,7 @@ def under_way(call: MethodCall, effective: Effective, scope: Scope) -> Iterator[
     module, path = call.module, call.module.path
     if thread.asked is not None:
         note_obeyed(model_of(module), joined(path), effective.policy)
-    if calls.recorded is not None:
+    if calls.recorded is not None and not call.is_lifted:
         calls.recorded.note(module, effective)
     if not calls.paths:
         warn_of_outermost(module, effective.policy, scope)

@@ -14,6 +14,7 @@ from flax.core import meta
 from flax.linen import summary as flax_summary
 
 from mpmodules.calls import summary
+from mpmodules.calls.boundary import MethodCall
 from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
 from policy.core.arrays import path_name
@@ -75,7 +76,7 @@ def tabulate(
 
     def tabulated(*args: Any, **kwargs: Any) -> str:
         recorded = _Recorded()
-        with calls.noting(recorded=recorded), flax_nn.intercept_methods(recorded.intercept):
+        with calls.noting(recorded=recorded):
             shown: list[_RecordedCall] = []  # the calls of the rows
 
             def flops(call: Any, *which: bool) -> tuple[int, int]:  # asked of each row, before it
@@ -151,45 +152,32 @@ class _RecordedCall:
 
 
 class _Recorded:
-    """The calls of Flax's modules and ours, by the numbers that Flax's summaries give them.
-
-    In each call, `intercept` runs first, outside of our boundary; `note` and `note_run` add what is
-    known inside of it.
+    """The calls of our modules, by the numbers that Flax's summaries give them, and the last one of
+    each path.
     """
 
     def __init__(self) -> None:
         self.calls: dict[int, _RecordedCall] = {}
+        self.last: dict[tuple[str, ...], _RecordedCall] = {}
         self.policies: dict[tuple[str, ...], Policy | None] = {}  # by the paths of modules
-        self._open: list[tuple[tuple[str, ...], _RecordedCall]] = []
-
-    def intercept(
-        self, next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any
-    ) -> Any:
-        summaries = flax_nn.module._context.call_info_stack
-        if context.method_name == "setup" or not summaries:  # Flax lists neither
-            return next_fun(*args, **kwargs)
-        call = self.calls[summaries[-1].index - 1] = _RecordedCall()
-        self._open.append((context.module.path, call))
-        try:
-            return next_fun(*args, **kwargs)
-        finally:
-            self._open.pop()
 
     def note(self, module: flax_nn.Module, effective: Effective) -> None:
-        call = self._innermost(module)
-        if call is not None and call.effective is None:
-            call.effective = effective
-            self.policies.setdefault(module.path, effective.policy)
-            may_scale = may_multiply_in_8_bits(module)
-            call.cells = summary.cells_of(effective.policy, effective.source, may_scale=may_scale)
+        """Notes the policy of a call that has begun, the last one that Flax has numbered."""
+        summaries = flax_nn.module._context.call_info_stack
+        if not summaries or summaries[-1].index - 1 in self.calls:
+            return
+        may_scale = may_multiply_in_8_bits(module)
+        cells = summary.cells_of(effective.policy, effective.source, may_scale=may_scale)
+        call = self.calls[summaries[-1].index - 1] = _RecordedCall(effective, cells)
+        self.last[module.path] = call
+        self.policies.setdefault(module.path, effective.policy)
 
-    def note_run(
-        self, module: flax_nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
-    ) -> None:
-        call = self._innermost(module)
-        if call is not None:
-            args, kwargs, outputs = flax_summary._represent_tree((args, kwargs, outputs))
-            call.run = flax_summary._process_inputs(args, kwargs), outputs
+    def __call__(self, call: MethodCall, outputs: Any) -> None:
+        """Notes the inputs and outputs with which a layer has run."""
+        if not call.is_lifted and call.module.path in self.last:
+            trees = flax_summary._represent_tree((call.args, call.kwargs, outputs))
+            inputs = flax_summary._process_inputs(*trees[:2])
+            self.last[call.module.path].run = inputs, trees[2]
 
     def as_stored(self, path: tuple[str, ...], variables: dict[str, Any]) -> dict[str, Any]:
         """Returns variables below a path, with codes and scales for parameters in 8 and 4 bits."""
@@ -210,8 +198,3 @@ class _Recorded:
             **variables,
             "params": jax.tree_util.tree_map_with_path(stored, params, is_leaf=is_box),
         }
-
-    def _innermost(self, module: flax_nn.Module) -> _RecordedCall | None:
-        """Returns the innermost call under way, if it is of this module."""
-        path, call = self._open[-1] if self._open else (None, None)
-        return call if path == module.path else None

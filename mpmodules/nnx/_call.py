@@ -29,7 +29,7 @@ from mpmodules.tracing.nnx_pure_calls import GraphKey, StatefulCall
 from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
 from policy.core.precedence import Effective, warn_of_autocast
-from policy.core.scope import Scope, Source, computes_in_half, current_scope
+from policy.core.scope import Scope, current_scope
 from policy.programs import marks
 from policy.programs.thread import thread
 from policy.quantized.params import require_trainable
@@ -44,21 +44,6 @@ _NOT_BOUNDARIES = (
 # --------------------------------------------------------------------------------------------------
 # Methods under the policy of their module
 # --------------------------------------------------------------------------------------------------
-
-
-def _is_layer(call: MethodCall) -> bool:
-    """Returns whether a method is that of a layer which obeys policies itself."""
-    cls = type(call.module)
-    if not (call.is_upstream and classes.is_ours(cls)):
-        return False
-    if classes.layer_class(cls) is None and classes.package_of(cls) != "mpmodules":
-        return False
-    return not (classes.derives_from(cls, *classes.CALLERS) and classes.calls_users(call.module))
-
-
-def _keeps(module: Any) -> bool:
-    """Returns whether a module's own code runs in the dtypes that it meets."""
-    return getattr(type(module), "own_code", None) == "keep" or module._ported_code == "keep"
 
 
 @contextlib.contextmanager
@@ -79,14 +64,6 @@ def _under_way(call: MethodCall, effective: Effective, scope: Scope) -> Iterator
         calls.depth -= 1
 
 
-def _run_in_trace(call: MethodCall, effective: Effective, inner: Source) -> Any:
-    module, keeps = call.module, _keeps(call.module)
-    if keeps or _is_layer(call):
-        recorded = calls.recorded
-        return own_code.run_layer(call, _run_here, effective, keeps=keeps, recorded=recorded)
-    return own_code.run_inside(functools.partial(call.run, module), effective, inner)
-
-
 def _run_layer(call: MethodCall) -> Any:
     if not call.is_upstream:
         return call.run(call.module)
@@ -98,9 +75,11 @@ NNX = boundary.Api(
     captures=True,
     effective=effective_policy,
     where=lambda module: type(module).__name__,
+    calls=calls,
     under_way=_under_way,
-    run_in_trace=_run_in_trace,
     run_layer=_run_layer,
+    run_own_code=lambda call, _: call.run(call.module),
+    run_in_trace=own_code.run_in_trace,
 )
 _NOTHING = contextlib.nullcontext()
 
@@ -117,21 +96,13 @@ def run_method(call: MethodCall) -> Any:
     is_named = call.name == "__call__" and PATH in vars(module)
     with name_scope(module) if is_named else _NOTHING:
         scope = current_scope()
-        policy = None if _is_layer(call) else _outermost(call, scope)
-        if policy is not None:
-            return _call_traced(call, policy, scope)
+        effective = boundary.outermost(NNX, call, scope)
+        if effective is not None and effective.policy is not None:
+            return _call_traced(call, effective.policy, scope)
         if module._ported_code == "keep" and not scope.traces_own_code:
             with own_code.keeping():
                 return _run_here(call)
         return boundary.run_method(NNX, call, scope)
-
-
-def _outermost(call: MethodCall, scope: Scope) -> Policy | None:
-    """Returns the policy of a call of own code that is to be traced; None of other calls."""
-    if scope.traces_own_code or scope.keeps_own_code or _keeps(call.module):
-        return None
-    policy = effective_policy(call.module, scope).policy
-    return policy if computes_in_half(policy) else None
 
 
 def _run_here(call: MethodCall) -> Any:
@@ -188,6 +159,7 @@ def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
     is_function = inspect.isfunction(method)
     is_upstreams = is_function and classes.is_upstream(method)
 
+    @functools.wraps(method)
     def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
         return method.__get__(self)(*args, **kwargs)
 
@@ -197,7 +169,7 @@ def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, flax_nnx.Module):
             return method(self, *args, **kwargs)
-        return run_method(MethodCall(self, body, args, kwargs, name, is_upstreams, method))
+        return run_method(MethodCall(self, body, args, kwargs, name, is_upstreams))
 
     call._policy_boundary = call  # type: ignore[attr-defined]
     return call

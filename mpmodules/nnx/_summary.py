@@ -13,6 +13,7 @@ from flax import nnx as flax_nnx
 from flax.nnx import summary as flax_summary
 
 from mpmodules.calls import summary
+from mpmodules.calls.boundary import MethodCall
 from mpmodules.calls.classes import InstanceMethod, is_ours
 from mpmodules.calls.under_way import nnx_calls as calls
 from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
@@ -103,10 +104,10 @@ def _runs_noted() -> Iterator[dict[int, tuple[str, Any]]]:
     """
     runs: dict[int, tuple[str, Any]] = {}
 
-    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        inputs = flax_summary._get_inputs_repr(args, kwargs)
+    def note(call: MethodCall, outputs: Any) -> None:
+        inputs = flax_summary._get_inputs_repr(call.args, call.kwargs)
         outputs = jax.tree.map(flax_summary._to_dummy_array, outputs)
-        runs[module._nnx_tabulate_id] = inputs, outputs
+        runs[call.module._nnx_tabulate_id] = inputs, outputs
 
     with calls.noting(recorded=note):
         yield runs

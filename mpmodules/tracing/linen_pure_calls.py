@@ -29,13 +29,14 @@ Run = Callable[..., Any]
 """Returns the results of ``call(params, others, inputs)``, given `call` and its arguments."""
 
 
-def run_lifted(call: MethodCall, leaves: Sequence[Any], run: Run) -> Any:
+def run_lifted(call: MethodCall, leaves: Sequence[Any], run: Run, *, has_references: bool) -> Any:
     """Calls a method of a module, given as a pure function to `run`.
 
     Args:
       call: the call, of a method that Flax wrapped.
       leaves: of its arguments, references among them.
       run: runs the pure function.
+      has_references: whether references are among the leaves.
     """
     module, args, kwargs = call.module, call.args, call.kwargs
 
@@ -43,18 +44,24 @@ def run_lifted(call: MethodCall, leaves: Sequence[Any], run: Run) -> Any:
     def unpacking(module: Any, given: _Given) -> Any:
         return call.method(module, *given.args, **given.kwargs)
 
-    before = _copied(module.scope.rng_counters)
-    checked = {"seen": calls.seen, "validates": calls.validates}
-    # No call is a root's meanwhile.
-    with calls.noting(seen={} if calls.seen is None else calls.seen, validates=False):
-        # Flax runs setup here, and again inside.
-        start = functools.partial(set_counters, module.scope.rng_counters, before)
-        transform = functools.partial(_transform, run=run, checked=checked, start=start)
+    counters = _copied(module.scope.rng_counters)
+    before = calls.seen, calls.validates
+
+    def start() -> None:
+        calls.seen, calls.validates = before
+        set_counters(module.scope.rng_counters, counters)
+
+    transform = functools.partial(_transform, run=run, start=start)
+    # Flax runs setup before it starts, and again inside: no call is a root's meanwhile.
+    calls.seen, calls.validates = {} if calls.seen is None else calls.seen, False
+    try:
         if any(isinstance(leaf, _OF_LINEN) for leaf in leaves):
             return decorator_lift_transform(transform, call.method)(module, *args, **kwargs)
         # Flax would copy lists and objects among the arguments.
-        given = _Given(args, kwargs, any(map(is_reference, leaves)))
+        given = _Given(args, kwargs, has_references)
         return decorator_lift_transform(transform, unpacking)(module, given)
+    finally:
+        calls.seen, calls.validates = before
 
 
 _OF_LINEN = (flax_nn.Module, flax_nn.Variable)
@@ -98,7 +105,7 @@ class _Given:
 
 
 def _transform(
-    core: Callable[..., Any], *, run: Run, checked: dict[str, Any], start: Callable[[], None]
+    core: Callable[..., Any], *, run: Run, start: Callable[[], None]
 ) -> Callable[..., Any]:
     """Lifts a function of scopes: its variables and random keys become arguments of a pure one."""
 
@@ -122,8 +129,7 @@ def _transform(
                 if packed.has_references:
                     args, kwargs = _released((args, kwargs))
                 args, kwargs = (_Given(args, kwargs, packed.has_references),), {}
-            with calls.noting(**checked):
-                outputs = core(scopes, *args, **kwargs)
+            outputs = core(scopes, *args, **kwargs)
             return outputs, repack(scopes), _Counts(list(map(_copied, counters)))
 
         inputs = (args, kwargs) if packed is None else (packed.args, packed.kwargs)
