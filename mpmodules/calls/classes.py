@@ -170,6 +170,20 @@ def _cells_of(module: Any) -> Iterator[Callable[..., Any]]:
         yield type(module.cell).__call__
 
 
+class StandsForFlax(type):
+    """Metaclass of our modules: a class of ours stands for Flax's class of that name in
+    ``isinstance`` and ``issubclass``, so that such checks survive a port.
+
+    The order of inheritance decides: the check of Flax's own metaclasses asks every subclass.
+    """
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return type.__instancecheck__(cls.__dict__.get("_upstream_class", cls), instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return type.__subclasscheck__(cls.__dict__.get("_upstream_class", cls), subclass)
+
+
 class InstanceMethod:
     """A method of instances; looked up on the class, it is the function that the base class has.
 
@@ -308,57 +322,37 @@ def require_names(cls: type, attribute: str, names: Any, *, example: str) -> Non
 
 
 @functools.cache  # errors are not cached
-def require_keep_inputs(cls: Any) -> None:
-    """Rejects a class whose `keep_inputs` names no argument of its public methods.
+def require_attributes(cls: Any) -> None:
+    """Rejects a class whose `keep_inputs` or `keep_outputs` names no argument of its methods, or
+    whose `own_code` is no option.
 
     Raises:
-      TypeError: it is one text, or holds something that is no text.
-      ValueError: no public method takes an argument of a name in it.
-    """
-    keep = cls.keep_inputs
-    require_names(cls, "keep_inputs", keep, example="positions")
-    _require_arguments(cls, "keep_inputs", keep)
-
-
-@functools.cache
-def require_own_code(cls: Any) -> None:
-    """Rejects a class whose `own_code` is no option.
-
-    Raises:
-      ValueError: it is neither None, "autocast" nor "keep".
+      TypeError: `keep_inputs` is one text, or holds something that is no text; or `keep_outputs` is
+        no mapping from indices or keys to names.
+      ValueError: no public method takes an argument of a name in one of them; or `own_code` is
+        neither None, "autocast" nor "keep".
     """
     if cls.own_code not in (None, "autocast", "keep"):
         raise ValueError(
             f"{cls.__name__}.own_code should be 'autocast', 'keep' or None, but got "
             f"{cls.own_code!r}."
         )
-
-
-@functools.cache
-def require_keep_outputs(cls: Any) -> None:
-    """Rejects a class whose `keep_outputs` maps no places of outputs to arguments.
-
-    Raises:
-      TypeError: it is no mapping from indices or keys to names.
-      ValueError: no public method takes an argument of a name in it.
-    """
-    keep: Any = cls.keep_outputs
-    if not isinstance(keep, Mapping) or not all(isinstance(name, str) for name in keep.values()):
+    inputs, outputs = cls.keep_inputs or (), cls.keep_outputs or {}
+    require_names(cls, "keep_inputs", inputs, example="positions")
+    is_mapping = isinstance(outputs, Mapping)
+    if not is_mapping or not all(isinstance(name, str) for name in outputs.values()):
         raise TypeError(
             f"{cls.__name__}.keep_outputs should map outputs, by index or key, to the arguments "
-            f"whose dtypes they keep, but got {keep!r}: write keep_outputs = {{1: 'cache'}}."
+            f"whose dtypes they keep, but got {outputs!r}: write keep_outputs = {{1: 'cache'}}."
         )
-    _require_arguments(cls, "keep_outputs", keep.values())
-
-
-def _require_arguments(cls: Any, attribute: str, names: Iterable[str]) -> None:
-    known = _arguments_of(cls)
-    unknown = [name for name in names if known is not None and name not in known]
-    if unknown:
-        raise ValueError(
-            f"{cls.__name__}.{attribute} names {', '.join(map(repr, unknown))}, but its public "
-            f"methods take {', '.join(sorted(known or ())) or 'no arguments'}."
-        )
+    known = _arguments_of(cls) if inputs or outputs else None
+    for attribute, names in (("keep_inputs", inputs), ("keep_outputs", outputs.values())):
+        unknown = [name for name in names if known is not None and name not in known]
+        if unknown:
+            raise ValueError(
+                f"{cls.__name__}.{attribute} names {', '.join(map(repr, unknown))}, but its public "
+                f"methods take {', '.join(sorted(known or ())) or 'no arguments'}."
+            )
 
 
 def _arguments_of(cls: type) -> set[str] | None:

@@ -38,11 +38,7 @@ else:  # an ABCMeta: a module can have abstract classes and protocols among its 
     _MetaOfProtocol = type(Protocol)
 
 
-class _ModuleMeta(_MetaOfProtocol):
-    """A class of ours stands for Flax's class of that name in ``isinstance``, so that such checks
-    survive a port.
-    """
-
+class _ModuleMeta(classes.StandsForFlax, _MetaOfProtocol):
     def __new__(
         mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
     ) -> Any:
@@ -54,12 +50,6 @@ class _ModuleMeta(_MetaOfProtocol):
             # No base asked for the check, which Flax's modules do not make.
             cls.__abstractmethods__ = frozenset()
         return cls
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return type.__instancecheck__(cls.__dict__.get("_upstream_class", cls), instance)
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        return type.__subclasscheck__(cls.__dict__.get("_upstream_class", cls), subclass)
 
 
 # What a layer's docstring says of the argument.
@@ -143,12 +133,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
 
     def __post_init__(self) -> None:
         cls, given, policy = type(self), vars(self), self.dtype_policy
-        if cls.keep_inputs:
-            classes.require_keep_inputs(cls)
-        if cls.keep_outputs:
-            classes.require_keep_outputs(cls)
-        if cls.own_code:
-            classes.require_own_code(cls)
+        classes.require_attributes(cls)
         if hasattr(cls, "_dtype_fields") and (given.get("dtype") or given.get("param_dtype")):
             classes.require_dtypes(cls.__name__, given)
         if policy is not None and not isinstance(policy, Policy):

@@ -65,12 +65,8 @@ class _Construction:
     module: Any = None
 
 
-class ModuleMeta(FlaxModuleMeta):
-    """Builds modules under their policies; stands for Flax's class in ``isinstance``."""
-
-    _upstream_class: type
-    keep_inputs: tuple[str, ...]
-    keep_outputs: Mapping[int | str, str]
+class ModuleMeta(classes.StandsForFlax, FlaxModuleMeta):
+    """Builds modules under their policies."""
 
     # An `__init__` need not declare `dtype_policy`. A checker that reads metaclasses leaves
     # `__init__` alone only where this returns something else than the class: hence the union, in
@@ -82,12 +78,7 @@ class ModuleMeta(FlaxModuleMeta):
     @overload
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls.keep_inputs:
-            classes.require_keep_inputs(cls)
-        if cls.keep_outputs:
-            classes.require_keep_outputs(cls)
-        if cls.own_code:
-            classes.require_own_code(cls)
+        classes.require_attributes(cls)
         own, kwargs = own_policy(cls, args, kwargs)
         scope = current_scope()
         policy, source = policy_to_capture(cls, own, scope)
@@ -132,17 +123,6 @@ class ModuleMeta(FlaxModuleMeta):
         )
         last = len(parameters) - any(p.kind is p.VAR_KEYWORD for p in parameters)
         return _Signature([*parameters[:last], added, *parameters[last:]])
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        if "_upstream_class" in cls.__dict__:
-            return cls.__subclasscheck__(type(instance))
-        return super().__instancecheck__(instance)
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        # Asked of the MRO: Flax's own check asks all its subclasses, us included.
-        if "_upstream_class" in cls.__dict__:
-            return cls.__dict__["_upstream_class"] in subclass.__mro__
-        return super().__subclasscheck__(subclass)
 
 
 class Module(flax_nnx.Module, metaclass=ModuleMeta):
