@@ -58,22 +58,8 @@ def own_cache_dtype(policy: Policy | None, dtype: DTypeLike | None) -> np.dtype 
     return None if cache == dtype else cache
 
 
-def is_or_binds(function: Any, ours: Callable[..., Any]) -> bool:
-    """Returns whether an `attention_fn` is a function of ours, or a `functools.partial` of it."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function is ours
-
-
-def check_cache(variables: Variables, policy: Policy | None, dtype: np.dtype, where: str) -> None:
-    """Rejects a cache in another dtype than a policy's.
-
-    Args:
-      variables: of the cache; none is checked where it has not been made.
-      policy: the layer's; None asks for no dtype.
-      dtype: of the cache under that policy.
-      where: names the layer in the message.
-    """
+def _check_cache(variables: Variables, policy: Policy | None, dtype: np.dtype, where: str) -> None:
+    """Rejects a cache in another dtype than a policy's."""
     if policy is None or not variables.has(_KEY):
         return
     found = variables.read(_KEY).dtype
@@ -94,20 +80,39 @@ def make_cache(variables: Variables, shape: tuple[int, ...], dtype: DTypeLike) -
 
 
 def decoding(
-    attention_fn: Callable[..., Array], variables: Variables, dtype: np.dtype, *, takes_codes: bool
-) -> Callable[..., Array]:
+    attention_fn: Callable[..., Array],
+    ours: Callable[..., Array],
+    variables: Variables,
+    policy: Policy | None,
+    computes_in: DTypeLike | None,
+    *,
+    where: str | None,
+) -> Callable[..., Array] | None:
     """Returns an attention function for a query, key and value of one position, which writes key
-    and value to the cache and attends to those written so far.
+    and value to the cache and attends to those written so far; None where Flax's own code keeps
+    the cache.
 
     Where there is no cache yet, one of the key's length is made, and the call is not of a position.
 
     Args:
       attention_fn: the layer's, which computes the attention.
+      ours: the function that takes `Quantized` keys and values; others get upcast ones.
       variables: of the cache.
-      dtype: of the cache.
-      takes_codes: whether `attention_fn` takes `Quantized` keys and values; else it gets
-        widened ones.
+      policy: the layer's.
+      computes_in: the dtype that the layer computes in.
+      where: names the layer in the message on a cache in another dtype; None checks none.
+
+    Raises:
+      ValueError: the cache is in another dtype than the policy's.
     """
+    own = own_cache_dtype(policy, computes_in)
+    if where is not None:
+        _check_cache(variables, policy, own or jnp.dtype(computes_in), where)
+    if own is None:
+        return None
+    dtype, function = own, attention_fn
+    while isinstance(function, functools.partial):
+        function = function.func
 
     @functools.wraps(attention_fn)
     def attend(query: Array, key: Array, value: Array, *args: Any, **kwargs: Any) -> Array:
@@ -125,7 +130,7 @@ def decoding(
             kwargs["mask"] = flax_nn.combine_masks(kwargs["mask"], written, dtype=jnp.bool_)
         if "is_causal" in kwargs:  # the mask has it: the query is the last position written
             kwargs["is_causal"] = False
-        if not (takes_codes and isinstance(held[0], Quantized)):
+        if not (function is ours and isinstance(held[0], Quantized)):
             held = [_widened(x, query.dtype) for x in held]
         return attention_fn(query, *held, *args, **kwargs)
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from mpmodules.calls.boundary import Crossing, MethodCall
 from mpmodules.functions import attention
 from mpmodules.layers.attention_calls import ATTENTION
-from mpmodules.layers.cache_calls import check_cache, decoding, is_or_binds, own_cache_dtype
+from mpmodules.layers.cache_calls import decoding
 from mpmodules.linen._layers.dot_product_attention import dot_product_attention
 from mpmodules.linen._module import Module
 from mpmodules.linen._port import adopting_inside
@@ -57,15 +57,16 @@ class Attention(Module):
         """Returns the fields of a layer that decodes, where Flax's own code does not keep the cache
         of its policy.
         """
-        own, variables = own_cache_dtype(policy, fields["dtype"]), _Variables(self)
-        if self.is_mutable_collection("cache"):  # Flax rejects others
-            check_cache(variables, policy, own or policy.compute_dtype, where(self))
-        if own is None:
-            return {}
-        attend = fields.get("attention_fn", declared_field(self, "attention_fn"))
-        takes_codes = is_or_binds(attend, dot_product_attention)
-        attend = decoding(attend, variables, own, takes_codes=takes_codes)
-        return {"decode": False, "attention_fn": attend}
+        attend = decoding(
+            fields.get("attention_fn", declared_field(self, "attention_fn")),
+            dot_product_attention,
+            _Variables(self),
+            policy,
+            fields["dtype"],
+            # Flax rejects a cache that is not mutable.
+            where=where(self) if self.is_mutable_collection("cache") else None,
+        )
+        return {} if attend is None else {"decode": False, "attention_fn": attend}
 
 
 class _Variables:

@@ -17,13 +17,7 @@ from mpmodules.calls.boundary import Crossing
 from mpmodules.functions import attention
 from mpmodules.functions.functional import complex_input
 from mpmodules.layers.attention_calls import ATTENTION
-from mpmodules.layers.cache_calls import (
-    check_cache,
-    decoding,
-    is_or_binds,
-    make_cache,
-    own_cache_dtype,
-)
+from mpmodules.layers.cache_calls import decoding, make_cache, own_cache_dtype
 from mpmodules.nnx._layer import BuiltWithDtypes
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from mpmodules.nnx._resolution import viewed
@@ -75,23 +69,21 @@ class MultiHeadAttention(BuiltWithDtypes, flax_nnx.MultiHeadAttention):
         """Returns the layer and the arguments of a call that decodes for Flax's code, which keeps
         the cache itself where that is in compute_dtype.
         """
-        policy, variables = self.dtype_policy, _Variables(self)
-        dtype = own_cache_dtype(policy, self.dtype)
-        check_cache(variables, policy, dtype or jnp.dtype(self.dtype), type(self).__name__)
-        if dtype is None:
+        attend = decoding(
+            self.attention_fn,
+            dot_product_attention,
+            _Variables(self),
+            self.dtype_policy,
+            self.dtype,
+            where=type(self).__name__,
+        )
+        if attend is None:
             return self, kwargs
-        attend = self._sowing(self.attention_fn)
-        takes_codes = is_or_binds(self.attention_fn, dot_product_attention)
-        attend = decoding(attend, variables, dtype, takes_codes=takes_codes)
-        return viewed(self, attention_fn=attend), kwargs | {"decode": False}
 
-    def _sowing(self, attend: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns an attention function whose `module=` is the layer itself, not a view of it."""
-
-        def sowing(*args: Any, module: Any = None, **kwargs: Any) -> Any:
+        def sowing(*args: Any, module: Any = None, **kwargs: Any) -> Any:  # in it, not in a view
             return attend(*args, module=None if module is None else self, **kwargs)
 
-        return sowing
+        return viewed(self, attention_fn=sowing), kwargs | {"decode": False}
 
     def init_cache(self, input_shape: Any, dtype: DTypeLike | None = None) -> None:
         """Makes an empty cache, as Flax's `init_cache` does, in cache_dtype, or in float32 with no
