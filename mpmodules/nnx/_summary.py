@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -82,26 +80,7 @@ def _with_columns(
         wider = summary.with_columns(table, cells, kwargs.get("column_kwargs", {}), policy_columns)
         return flax_summary._get_rich_repr(wider, console_kwargs)
 
-    with _runs_noted() as runs:
-
-        def row(order: int, object_id: int, kind: type, path: Any, *rest: Any) -> Any:
-            inputs, outputs = runs.pop(object_id, rest[:2])
-            return flax_summary.CallInfo(order, object_id, kind, path, inputs, outputs, *rest[2:])
-
-        noting = summary.hooked(flax_summary, "_save_call_info", CallInfo=row)
-        tabulate_ = summary.hooked(
-            flax_summary, "tabulate", _get_rich_repr=draw, _save_call_info=noting
-        )
-        return tabulate_(obj, *input_args, row_filter=row_filter, **kwargs)
-
-
-@contextlib.contextmanager
-def _runs_noted() -> Iterator[dict[int, tuple[str, Any]]]:
-    """Notes the inputs and outputs that the layers called in a block compute with.
-
-    Yields those of the last call, as Flax's summaries represent them, by the number that they give
-    a layer.
-    """
+    # What the layers computed with in their last calls, by the numbers that Flax gives them.
     runs: dict[int, tuple[str, Any]] = {}
 
     def note(call: MethodCall, outputs: Any) -> None:
@@ -109,8 +88,16 @@ def _runs_noted() -> Iterator[dict[int, tuple[str, Any]]]:
         outputs = jax.tree.map(flax_summary._to_dummy_array, outputs)
         runs[call.module._nnx_tabulate_id] = inputs, outputs
 
+    def row(order: int, object_id: int, kind: type, path: Any, *rest: Any) -> Any:
+        inputs, outputs = runs.pop(object_id, rest[:2])
+        return flax_summary.CallInfo(order, object_id, kind, path, inputs, outputs, *rest[2:])
+
+    noting = summary.hooked(flax_summary, "_save_call_info", CallInfo=row)
+    tabulate_ = summary.hooked(
+        flax_summary, "tabulate", _get_rich_repr=draw, _save_call_info=noting
+    )
     with calls.noting(recorded=note):
-        yield runs
+        return tabulate_(obj, *input_args, row_filter=row_filter, **kwargs)
 
 
 def _recorded_class(cls: Any) -> Any:
