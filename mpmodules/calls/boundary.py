@@ -98,7 +98,6 @@ class MethodCall(NamedTuple):
       module: the module.
       method: the method without a boundary, whose first argument is the module.
       args, kwargs: the other arguments.
-      name: the name that the method has in its class.
       is_upstream: whether it is Flax's own, or ours in its place. The inputs of a user's method on
         top of a layer are the user's business; the layer's own method is a call inside of it.
       is_lifted: whether it is a transformed method of linen, which calls another boundary of the
@@ -111,8 +110,7 @@ class MethodCall(NamedTuple):
     method: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    name: str
-    is_upstream: bool
+    is_upstream: bool = True
     is_lifted: bool = False
     effective: Effective = Effective(None, None, NO_SOURCE)
     crosses: bool = False
@@ -120,6 +118,11 @@ class MethodCall(NamedTuple):
     def run(self, module: Any) -> Any:
         """Calls the method of the module, or of one that stands in for it."""
         return self.method(module, *self.args, **self.kwargs)
+
+    @property
+    def name(self) -> str:
+        """The name of the method; "" of a `functools.partial`."""
+        return getattr(self.method, "__name__", "")
 
     @property
     def runs_library(self) -> bool:

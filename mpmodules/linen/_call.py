@@ -44,20 +44,6 @@ NOT_ENTERED = frozenset({"initialize_carry", "init_cache"})
 _NOT_BOUNDARIES = (NOT_ENTERED | frozenset(dir(flax_nn.Module))) - {"__call__"}
 
 
-def call_of(
-    module: Any,
-    method: Method,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    is_upstream: bool = True,
-    is_lifted: bool = False,
-) -> MethodCall:
-    """Returns a call of a method; a `functools.partial` has no name."""
-    name = getattr(method, "__name__", "")
-    return MethodCall(module, method, args, kwargs, name, is_upstream, is_lifted)
-
-
 @functools.cache
 def is_boundary_name(name: str) -> bool:
     """Returns whether a method of that name is public, and no method of every module."""
@@ -177,9 +163,7 @@ def _with_boundary(method: Method, is_lifted: bool) -> Method:
         if not isinstance(self, flax_nn.Module) or self.scope is None:
             # Flax says what is wrong with a call on an unbound module.
             return method(self, *args, **kwargs)
-        return run_method(
-            call_of(self, method, args, kwargs, is_upstream=is_upstreams, is_lifted=is_lifted)
-        )
+        return run_method(MethodCall(self, method, args, kwargs, is_upstreams, is_lifted))
 
     call._policy_boundary = call  # type: ignore[attr-defined]
     return call

@@ -15,11 +15,10 @@ from flax.linen.module import module_field
 from jax.typing import DTypeLike
 
 from mpmodules.calls import classes
-from mpmodules.calls.boundary import PLAIN, Crossing
+from mpmodules.calls.boundary import PLAIN, Crossing, MethodCall
 from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.layers.docstrings import extend_docstring
 from mpmodules.linen._call import (
-    call_of,
     install_boundaries,
     run_outermost,
     wrapped_once,
@@ -166,7 +165,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
             self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
             flaxs = super()._call_wrapped_method
-            call = call_of(self, wrapped_once(fun), args, kwargs)
+            call = MethodCall(self, wrapped_once(fun), args, kwargs)
             return run_outermost(call, lambda *args, **kwargs: flaxs(fun, args, kwargs))
 
 

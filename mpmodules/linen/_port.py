@@ -33,7 +33,6 @@ from mpmodules.calls.own_code import FLAX_STATE
 from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.linen._call import (
     NOT_ENTERED,
-    call_of,
     is_boundary_name,
     is_innermost,
     run_method,
@@ -156,9 +155,9 @@ class _Port:
                     return method(module, *args, **kwargs)
                 # No interceptor sees it: the boundary is outside of it, as it is around a method of
                 # ours already.
-                return run_method(call_of(module, method, args, kwargs, is_lifted=True))
+                return run_method(MethodCall(module, method, args, kwargs, is_lifted=True))
 
-            return self.run(call_of(module, method, args, kwargs), plainly)
+            return self.run(MethodCall(module, method, args, kwargs), plainly)
 
         return call
 
@@ -203,7 +202,7 @@ def _ported_class(base: Any, options: PortOptions) -> Any:
         if self.scope is None or port.under_way or getattr(fun, "__name__", "") in NOT_ENTERED:
             return call_wrapped_method(self, fun, args, kwargs)
         method = wrapped_once(fun)
-        return port.run(call_of(self, method, args, kwargs), functools.partial(method, self))
+        return port.run(MethodCall(self, method, args, kwargs), functools.partial(method, self))
 
     @flax_nn.nowrap
     def _validate_setup(self: Any) -> None:
@@ -443,7 +442,7 @@ def _run(
     if not is_boundary_name(name):
         return method(module, *args, **kwargs)
     is_upstreams = is_upstream(context.orig_method.func)
-    return run_method(call_of(module, method, args, kwargs, is_upstream=is_upstreams))
+    return run_method(MethodCall(module, method, args, kwargs, is_upstream=is_upstreams))
 
 
 def _intercepted(

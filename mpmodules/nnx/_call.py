@@ -163,13 +163,14 @@ def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
     def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
         return method.__get__(self)(*args, **kwargs)
 
-    body = method if is_function else bound
+    bound.__name__ = name
+    body = method if is_function and method.__name__ == name else bound
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, flax_nnx.Module):
             return method(self, *args, **kwargs)
-        return run_method(MethodCall(self, body, args, kwargs, name, is_upstreams))
+        return run_method(MethodCall(self, body, args, kwargs, is_upstreams))
 
     call._policy_boundary = call  # type: ignore[attr-defined]
     return call
