@@ -14,8 +14,9 @@ from flax.errors import ScopeParamShapeError
 
 from mpmodules.calls.boundary import MethodCall, Numerics
 from mpmodules.calls.under_way import linen_calls as calls
+from mpmodules.functions.functional import HalfSafe
 from mpmodules.linen._module import Module
-from mpmodules.linen._resolution import dtype_fields, effective_policy, half_safe_fields, viewed
+from mpmodules.linen._resolution import dtype_fields, effective_policy, viewed
 from policy.core.scope import current_scope
 from policy.quantized.array import QuantizedArray
 from policy.quantized.params import require_trainable
@@ -48,10 +49,16 @@ class Layer(Module):
         ) -> Any:
             """Declares a parameter; one that is stored in 8 or 4 bits is returned as codes.
 
+            An initializer among the layer's fields that JAX can't run in half precision runs in
+            float32.
+
             Raises:
               flax.errors.ScopeParamShapeError: codes stand for an array of another shape.
             """
             declare = functools.partial(flax_nn.Module.param, self)
+            is_given = any(init_fn is value for value in vars(self).values())
+            if is_given and jnp.dtype(self.param_dtype).itemsize < 4:
+                init_fn = HalfSafe(init_fn)
             options.pop("compute_dtype", None)  # the dtypes are those of the layer's fields
             stored = self.get_variable("params", name)
             if stored is None:
@@ -75,7 +82,6 @@ class Layer(Module):
             with viewed(self, dtype_fields(self, policy) | {"dtype": complex_dtype}) as view:
                 return call.run(view)  # as Flax infers it: no policy casts complex numbers
         fields = self._policy_fields(policy)
-        fields |= half_safe_fields(self, fields.get("param_dtype", jnp.float32))
         fields |= {"_numerics": numerics} if dtype is None else {"dtype": dtype}
         with viewed(self, fields) as view:
             return call.run(view)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
@@ -11,12 +10,10 @@ import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
-from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import MethodCall
 from mpmodules.calls.classes import is_ours, remedy_for, warn_of_unknown_names
 from mpmodules.calls.under_way import linen_calls as calls
-from mpmodules.functions.functional import half_safe_inits, is_half
 from mpmodules.tracing.names import model_name
 from policy.core.arrays import is_floating
 from policy.core.messages import warn_once
@@ -148,28 +145,6 @@ def plain_fields(module: Any, effective: Effective) -> dict[str, Any]:
     """Returns `dtype_fields` with an explicit complex dtype, which no policy can hold, put back."""
     fields = dtype_fields(module, effective.policy)
     return fields if effective.dtype is None else fields | {"dtype": effective.dtype}
-
-
-def half_safe_fields(
-    layer: Any, param_dtype: DTypeLike, *, defaults: bool = False
-) -> dict[str, Any]:
-    """Returns a layer's initializers, made to work in half precision where its parameters are half.
-
-    Args:
-      layer: the layer.
-      param_dtype: the dtype of its parameters.
-      defaults: whether Flax's own defaults are among them; those of most layers run in half as they
-        are.
-    """
-    if not is_half(param_dtype):
-        return {}
-    given = {
-        field.name: getattr(layer, field.name)
-        for field in dataclasses.fields(layer)
-        if field.name.endswith("_init")
-        and (defaults or getattr(layer, field.name) is not field.default)
-    }
-    return half_safe_inits(given, param_dtype)
 
 
 @contextlib.contextmanager

@@ -15,11 +15,10 @@ from flax.core import meta
 from jax import lax
 from jax.typing import DTypeLike
 
+from mpmodules.functions.functional import HalfSafe
 from mpmodules.layers import matmul_calls
 from mpmodules.layers.matmul_calls import Product
 from mpmodules.linen._layer import Layer
-from mpmodules.linen._resolution import half_safe_fields
-from policy.core.policy import Policy
 
 
 class Matmul(Layer):
@@ -127,7 +126,7 @@ def _flattened(init: Callable[..., Any], flat: tuple[int, ...]) -> Callable[...,
     """Returns an initializer that runs `init` for the shape `flat`, as Flax does."""
 
     def run(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        made = init(key, flat, dtype)
+        made = HalfSafe(init)(key, flat, dtype)
         if isinstance(made, meta.AxisMetadata):
             return meta.replace_boxed(made, jnp.reshape(made.unbox(), shape))
         return jnp.reshape(made, shape)
@@ -290,10 +289,6 @@ class Embed(Layer, flax_nn.Embed):
     param_dtype: DTypeLike | None = None
 
     _takes_inputs_as_they_come: ClassVar[bool] = True
-
-    def _policy_fields(self, policy: Policy | None) -> dict[str, Any]:
-        fields = super()._policy_fields(policy)
-        return fields | half_safe_fields(self, fields["param_dtype"])  # the table is made in setup
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Looks up integers of any shape: (..., features)."""

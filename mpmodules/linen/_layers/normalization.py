@@ -22,7 +22,6 @@ from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import (
     declared_field,
     dtype_fields,
-    half_safe_fields,
     plain_fields,
     viewed,
 )
@@ -73,8 +72,7 @@ class Normalization(Layer):
                     f"{type(self).__name__}(force_float32_reductions=False) has no effect under "
                     f"'{policy}', which sums in {policy.reduction_dtype}: leave it out."
                 )
-            fields = dtype_fields(self, policy) | half_safe_fields(self, policy.param_dtype)
-            with viewed(self, fields) as view:
+            with viewed(self, dtype_fields(self, policy)) as view:
                 return view._normalized(norm, policy, dtype)
         with mixing_allowed():  # Flax asks how float64 promotes
             y = super()._call_layer(call)

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from mpmodules.calls import boundary
 from mpmodules.calls.classes import is_upstream
-from mpmodules.functions.functional import is_half, mixing_allowed, widen
+from mpmodules.functions.functional import HalfSafe, is_half, mixing_allowed, widen
 from mpmodules.layers.matmul_calls import Product, linear
 from mpmodules.linen._layer import Layer
 from mpmodules.linen._module import Module
@@ -24,12 +24,10 @@ from mpmodules.linen._port import adopting_inside
 from mpmodules.linen._resolution import (
     declared_field,
     effective_policy,
-    half_safe_fields,
     plain_fields,
     viewed,
 )
 from policy.core.arrays import cast_floating
-from policy.core.policy import Policy
 from policy.core.scope import current_scope
 
 
@@ -67,10 +65,6 @@ class Cell(Layer):
 
     param_dtype: DTypeLike | None = None
 
-    def _policy_fields(self, policy: Policy | None) -> dict[str, Any]:
-        fields = super()._policy_fields(policy)
-        return fields | half_safe_fields(self, fields["param_dtype"], defaults=True)
-
     def _call_layer(self, call: boundary.MethodCall) -> Any:
         fields = self._policy_fields(call.policy)
         dtype = call.effective.dtype
@@ -96,17 +90,18 @@ class Cell(Layer):
         Returns:
           The carry: an array, or a tuple of arrays.
         """
-        fields = plain_fields(self, effective_policy(self, current_scope()))
-        if (
-            _is_floating(fields["dtype"])
-            and declared_field(self, "carry_init") is jax.nn.initializers.zeros
-        ):
+        fields, init = self._plain_fields(), declared_field(self, "carry_init")
+        if _is_floating(fields["dtype"]) and init is jax.nn.initializers.zeros:
             fields |= {"param_dtype": fields["dtype"]}  # zeros need no rounding
         else:
-            fields |= half_safe_fields(self, fields["param_dtype"], defaults=True)
+            fields |= {"carry_init": HalfSafe(init)}
         with viewed(self, fields) as view:
             upstream: Any = super(Cell, view)
             return self._cast_carry(upstream.initialize_carry(rng, input_shape))
+
+    @flax_nn.nowrap
+    def _plain_fields(self) -> dict[str, Any]:
+        return plain_fields(self, effective_policy(self, current_scope()))
 
     @flax_nn.nowrap
     def _cast_carry(self, carry: Any) -> Any:
@@ -114,7 +109,7 @@ class Cell(Layer):
 
         A cell that infers its dtype leaves it as it is.
         """
-        dtype = plain_fields(self, effective_policy(self, current_scope()))["dtype"]
+        dtype = self._plain_fields()["dtype"]
         return cast_floating(carry, dtype) if _is_floating(dtype) else carry
 
 
@@ -180,12 +175,14 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
             flax_nn.recurrent.DenseParams,
             h.shape[-1],
             param_dtype=self.param_dtype,
-            bias_init=self.bias_init,
+            bias_init=HalfSafe(self.bias_init),
         )
         for gate in "ifgo":  # the names and the order of `LSTMCell`
-            part = parameters(use_bias=False, kernel_init=self.kernel_init, name=f"i{gate}")
+            part = parameters(
+                use_bias=False, kernel_init=HalfSafe(self.kernel_init), name=f"i{gate}"
+            )
             of_inputs.append(part(inputs))
-            part = parameters(kernel_init=self.recurrent_kernel_init, name=f"h{gate}")
+            part = parameters(kernel_init=HalfSafe(self.recurrent_kernel_init), name=f"h{gate}")
             of_carry.append(part(h))
         by_carry, by_inputs = self._multiplied(h, of_carry), self._multiplied(inputs, of_inputs)
         activations = self.gate_fn, self.gate_fn, self.activation_fn, self.gate_fn
