@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -49,16 +50,11 @@ class Layer(Module):
         ) -> Any:
             """Declares a parameter; one that is stored in 8 or 4 bits is returned as codes.
 
-            An initializer among the layer's fields that JAX can't run in half precision runs in
-            float32.
-
             Raises:
               flax.errors.ScopeParamShapeError: codes stand for an array of another shape.
             """
             declare = functools.partial(flax_nn.Module.param, self)
-            is_given = any(init_fn is value for value in vars(self).values())
-            if is_given and jnp.dtype(self.param_dtype).itemsize < 4:
-                init_fn = HalfSafe(init_fn)
+            init_fn = self._half_safe(init_fn)
             options.pop("compute_dtype", None)  # the dtypes are those of the layer's fields
             stored = self.get_variable("params", name)
             if stored is None:
@@ -74,6 +70,17 @@ class Layer(Module):
                 raise ScopeParamShapeError(name, self.scope.path_text, stored.shape, made.shape)
             # Flax compares the shapes of codes and scales.
             return declare(name, lambda *_: stored, unbox=False).unbox_parts()
+
+    @flax_nn.nowrap
+    def _half_safe(self, init: Any) -> Any:
+        """Returns an initializer that a layer with half-precision parameters was given as one that
+        works there, and others as they are, such as Flax's defaults.
+        """
+        if jnp.dtype(self.param_dtype).itemsize >= 4:
+            return init
+        fields = ((vars(self).get(field.name), field) for field in dataclasses.fields(self))
+        is_given = any(init is value and init is not field.default for value, field in fields)
+        return HalfSafe(init) if is_given else init
 
     def _call_layer(self, call: MethodCall) -> Any:
         policy, dtype = call.effective.policy, call.effective.dtype

@@ -15,7 +15,6 @@ from flax.core import meta
 from jax import lax
 from jax.typing import DTypeLike
 
-from mpmodules.functions.functional import HalfSafe
 from mpmodules.layers import matmul_calls
 from mpmodules.layers.matmul_calls import Product
 from mpmodules.linen._layer import Layer
@@ -110,13 +109,13 @@ class DenseGeneral(Matmul, flax_nn.DenseGeneral):
         n, size = math.prod(batch), math.prod(features)
         kernel = self.param(
             "kernel",
-            _flattened(self.kernel_init, (n * math.prod(contracted), size)),
+            _flattened(self._half_safe(self.kernel_init), (n * math.prod(contracted), size)),
             (*batch, *contracted, *features),
             self.param_dtype,
         )
         bias = None
         if self.use_bias:
-            init = _flattened(self.bias_init, (n * size,))
+            init = _flattened(self._half_safe(self.bias_init), (n * size,))
             bias = self.param("bias", init, (*batch, *features), self.param_dtype)
         product = self._product(lax.dot_general, inputs, kernel, bias)
         return matmul_calls.linear_general(product, axis, batch_dims, precision=self.precision)
@@ -126,7 +125,7 @@ def _flattened(init: Callable[..., Any], flat: tuple[int, ...]) -> Callable[...,
     """Returns an initializer that runs `init` for the shape `flat`, as Flax does."""
 
     def run(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        made = HalfSafe(init)(key, flat, dtype)
+        made = init(key, flat, dtype)
         if isinstance(made, meta.AxisMetadata):
             return meta.replace_boxed(made, jnp.reshape(made.unbox(), shape))
         return jnp.reshape(made, shape)
