@@ -119,6 +119,14 @@ def run_setup(module: Any, setup: Method) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 
+def methods_of(cls: Any) -> dict[str, Any]:
+    """Returns the functions of a class of modules and its bases, by name."""
+    fields = {field.name for field in dataclasses.fields(cls)}
+    names = {name for base in cls.__mro__ if base is not object for name in vars(base)} - fields
+    found = ((name, inspect.getattr_static(cls, name)) for name in names)
+    return {name: method for name, method in found if inspect.isfunction(method)}
+
+
 def install_boundaries(cls: Any) -> None:
     """Puts the boundary around each public method that `cls` adds, and around its setup.
 
@@ -127,13 +135,8 @@ def install_boundaries(cls: Any) -> None:
     the method that it transforms, our mark included. A mark that points to another function
     therefore identifies such a method, which gets a boundary outside of the transform.
     """
-    fields = {field.name for field in dataclasses.fields(cls)}
-    names = {name for base in cls.__mro__ if base is not object for name in vars(base)}
-    for name in names - fields:
-        if not is_boundary_name(name) and name != "setup":
-            continue
-        method = inspect.getattr_static(cls, name)
-        if not inspect.isfunction(method) or hasattr(method, "nowrap"):
+    for name, method in methods_of(cls).items():
+        if hasattr(method, "nowrap") or not (is_boundary_name(name) or name == "setup"):
             continue
         if method is inspect.getattr_static(flax_nn.Module, name, None):
             # A wrapped copy here would come before the layer's own in the order of inheritance.

@@ -35,6 +35,7 @@ from mpmodules.linen._call import (
     NOT_ENTERED,
     is_boundary_name,
     is_innermost,
+    methods_of,
     run_method,
     run_outermost,
     run_setup,
@@ -247,14 +248,10 @@ def _not_wrapped(base: Any) -> dict[str, Callable[..., Any]]:
     Those are the methods that nn.scan, nn.remat, ... transformed, those of bases that are no
     modules, and those with a compact name scope.
     """
-    fields = {field.name for field in dataclasses.fields(base)}
-    names = {name for cls in base.__mro__ if cls is not object for name in vars(cls)}
-    names = set(filter(is_boundary_name, names)) - fields
-    methods = {name: inspect.getattr_static(base, name) for name in names}
     return {
         name: method
-        for name, method in methods.items()
-        if inspect.isfunction(method)
+        for name, method in methods_of(base).items()
+        if is_boundary_name(name)
         and (hasattr(method, "compact_name_scope") or not hasattr(method, "nowrap"))
         and (_is_transformed(method) or not hasattr(method, "method_handler_wrapped"))
     }

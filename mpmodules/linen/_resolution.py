@@ -35,13 +35,10 @@ def effective_policy(module: Any, scope: Scope) -> Effective:
     path = _path_of(module)
     base, source = _carried(module, path, scope) or _inherited(module, path, scope)
     base = scope.held(base) if scope.in_full_precision else base
-    if base is None:
-        return Effective(None, None, NO_SOURCE)
-    if not getattr(type(module), "_dtype_fields", False):
-        return Effective(base, base, source)
-    dtype, param_dtype = declared_dtypes(module).values()
+    takes_dtypes = base is not None and getattr(type(module), "_dtype_fields", False)
+    dtype, param_dtype = declared_dtypes(module).values() if takes_dtypes else (None, None)
     if dtype is None and param_dtype is None:
-        return Effective(base, base, source)
+        return Effective(base, base, NO_SOURCE if base is None else source)
     return with_explicit_dtypes(
         base,
         source=source,

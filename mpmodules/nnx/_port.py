@@ -107,10 +107,7 @@ def apply_policy(
     rules = options.rules or PolicyRules()
     paths = _paths(model)
     model_name = type(model).__name__
-    classes: dict[str, set[type]] = {}
-    for path, module in paths.items():
-        classes.setdefault(joined(path), set()).add(type(module))
-    rules.check(classes, model=model_name)
+    rules.check({joined(path): {type(each)} for path, each in paths.items()}, model=model_name)
     given = options.policy, Source("argument", "apply_policy", own=True)
     inherited: dict[tuple[str, ...], tuple[Policy, Source]] = {}  # by the modules below each
     plan: dict[int, tuple[Any, Effective]] = {}
@@ -122,7 +119,17 @@ def apply_policy(
         inherited[path] = held, source.for_those_inside(where)
         planned = plan.get(id(module))
         if planned is None or (source.own and source.kind == "rule" and not planned[1].source.own):
-            plan[id(module)] = module, effective_in_port(module, held, source, options, where=where)
+            is_kept = keep_explicit and _has_dtypes(module)
+            plan[id(module)] = (
+                module,
+                with_explicit_dtypes(
+                    held,
+                    source=source,
+                    dtype=_explicit_dtype(module) if is_kept else None,
+                    what=type(module).__name__,
+                    where=where,
+                ),
+            )
     noted = GivenDtypes(type(model), options.policy, is_kept=keep_explicit)
     for module, _ in plan.values():
         if not is_ours(type(module)) and _has_dtypes(module):
@@ -162,21 +169,6 @@ def store_quantized(
         held, replaced = getattr(module, names[0]), {id(variable): made}
         after = jax.tree.map(lambda x, by=replaced: by.get(id(x), x), held, is_leaf=is_child)
         setattr(module, names[0], after)
-
-
-def effective_in_port(
-    module: Any, policy: Policy | None, source: Source, options: PortOptions, *, where: str
-) -> Effective:
-    """Returns the policy that a module is to obey, with its own dtype where that is kept."""
-    if policy is None or not _has_dtypes(module):
-        return Effective(policy, policy, source)
-    return with_explicit_dtypes(
-        policy,
-        source=source,
-        dtype=_explicit_dtype(module) if options.keep_explicit else None,
-        what=type(module).__name__,
-        where=where,
-    )
 
 
 def class_in_port(node: Any) -> type:
