@@ -181,13 +181,14 @@ class _Float32Scope(Scope):
 
     def get_variable(self, col: str, name: str, default: Any = None) -> Any:
         stored = super().get_variable(col, name, default)
-        if col == "params" or not _half_dtypes(stored):
+        if col == "params" or not any(map(_is_half, jax.tree.leaves(stored))):
             return stored
         return jax.tree.map(lambda x: marks.returned_if_half(x) if _is_half(x) else x, stored)
 
     def put_variable(self, col: str, name: str, value: Any) -> None:
-        if col != "params":
-            value = _as_stored(value, _half_dtypes(super().get_variable(col, name)))
+        stored = super().get_variable(col, name)
+        if col != "params" and jax.tree.structure(stored) == jax.tree.structure(value):
+            value = jax.tree.map(_as_stored, value, stored)
         super().put_variable(col, name, value)
 
     def rewound(self, rewind_rngs: bool = False) -> Scope:
@@ -214,25 +215,8 @@ def half_variables_in_float32(module: Any) -> Iterator[None]:
         object.__setattr__(module, "scope", _as(Scope, module.scope))
 
 
-def _half_dtypes(variables: Any) -> dict[str, Any]:
-    """Returns the dtypes of half-precision variables, by their paths."""
-    return {
-        jax.tree_util.keystr(path): leaf.dtype
-        for path, leaf in jax.tree_util.tree_leaves_with_path(variables)
-        if _is_half(leaf)
-    }
-
-
-def _as_stored(after: Any, halves: Mapping[str, Any]) -> Any:
-    """Returns variables as they are to be stored, in half precision where they were before."""
-    if not halves:
-        return after
-
-    def cast(path: Any, value: Any) -> Any:
-        dtype = halves.get(jax.tree_util.keystr(path))
-        return value if dtype is None or not is_floating(value) else cast_array(value, dtype)
-
-    return jax.tree_util.tree_map_with_path(cast, after)
+def _as_stored(new: Any, stored: Any) -> Any:
+    return cast_array(new, stored.dtype) if _is_half(stored) and is_floating(new) else new
 
 
 def _is_half(leaf: Any) -> bool:
