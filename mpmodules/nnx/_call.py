@@ -25,7 +25,7 @@ from mpmodules.nnx._resolution import (
     warn_of_strangers,
 )
 from mpmodules.tracing.names import PATH, name_scope, note_island
-from mpmodules.tracing.nnx_pure_calls import GraphKey, StatefulCall
+from mpmodules.tracing.nnx_pure_calls import StatefulCall, graph_key
 from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
 from policy.core.precedence import Effective, warn_of_autocast
@@ -192,7 +192,7 @@ def _call_traced(call: MethodCall, policy: Policy, scope: Scope) -> Any:
         return run_method(bare._replace(module=copy, args=args, kwargs=kwargs))
 
     stateful = StatefulCall(body, (call.module, *call.args), call.kwargs)
-    key = "nnx", GraphKey(stateful.graph), call.name, stateful.structure
+    key = "nnx", graph_key(stateful.graph), call.name, stateful.structure
     try:
         inside = stateful.inside(around=_reading)
         returned = own_code.run(cls, inside, stateful.trees, policy, key=key)

@@ -367,7 +367,7 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
         return tuple(None if i is None or i < len(owner) else i - len(owner) for i in found)
 
     return Lowered(
-        (GraphKey(call.graph), call.structure),
+        (graph_key(call.graph), call.structure),
         call.inside(prepared=named, has_states=True),
         call.trees,
         finish=call.finish,
@@ -377,27 +377,19 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
     )
 
 
-class GraphKey:
-    """A graphdef as a key; of lists, dicts and sets that are static in it, the contents count.
+def graph_key(graph: Any) -> Any:
+    """Returns a key of a graphdef; of lists, dicts and sets that are static in it, the contents
+    count.
 
-    One that holds arrays or modules as static data, which may change, has no hash.
+    That of one which holds arrays or modules as static data, which may change, has no hash.
     """
-
-    def __init__(self, graph: Any):
-        self._key: Any = graph
-
-    def __hash__(self) -> int:
-        try:
-            return hash(self._key)
-        except TypeError:
-            nodes, attributes = self._key.nodes, self._key.attributes
-            key = tuple(nodes), tuple((name, key_of(value, {})) for name, value in attributes)
-            number = hash(key)
-            self._key = key
-            return number
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, GraphKey) and self._key == other._key
+    with contextlib.suppress(TypeError):
+        hash(graph)
+        return graph
+    with contextlib.suppress(TypeError):
+        attributes = tuple((name, key_of(value, {})) for name, value in graph.attributes)
+        return tuple(graph.nodes), attributes
+    return []
 
 
 def _holder(fn: Any) -> tuple[Any, Callable[..., Any]]:
