@@ -33,17 +33,11 @@ _OBJECTS = {flax_nnx.Pytree, flax_nnx.Variable}  # modules and containers among 
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Known:
-    """An object in the results of a call, by its number."""
-
-    index: int
-
-
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Outside:
-    """An object in the results of a call that was there before it."""
+class _Object:
+    """An object in the results of a call: its number, or itself where it was there before the call
+    and is none of its copies.
+    """
 
     value: Any
 
@@ -96,7 +90,7 @@ class _Results:
 
     def _carried(self, leaf: Any) -> Any:
         if id(leaf) in self._numbers:
-            return _Known(self._numbers[id(leaf)])
+            return _Object(self._numbers[id(leaf)])
         if not is_reference(leaf):
             require_returnable(leaf)
             return leaf
@@ -110,11 +104,11 @@ class _Results:
         if not _is_object(leaf):
             return leaf
         if not any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(leaf)):
-            return _Outside(leaf)
+            return _Object(leaf)
         self._inside |= parts
         self._numbers[id(leaf)] = len(self._numbers)
         self.made.append(leaf)
-        return _Known(self._numbers[id(leaf)])
+        return _Object(self._numbers[id(leaf)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,13 +310,11 @@ def _given_back(tree: Any, known: Callable[[], list[Any]]) -> Any:
     """Returns a tree with the objects given in the places of their copies."""
 
     def given(leaf: Any) -> Any:
-        if isinstance(leaf, _Known):
-            return known()[leaf.index]
-        return leaf.value if isinstance(leaf, _Outside) else leaf
+        if not isinstance(leaf, _Object):
+            return leaf
+        return known()[leaf.value] if isinstance(leaf.value, int) else leaf.value
 
-    return jax.tree.map(
-        given, tree, is_leaf=lambda x: is_reference(x) or isinstance(x, _Known | _Outside)
-    )
+    return jax.tree.map(given, tree, is_leaf=lambda x: is_reference(x) or isinstance(x, _Object))
 
 
 def _is_same(new: Any, old: Any) -> bool:
