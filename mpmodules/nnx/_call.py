@@ -93,7 +93,7 @@ def run_method(call: MethodCall) -> Any:
     module = call.module
     if thread.autocast is not None and not calls.depth:
         warn_of_autocast(module, module.dtype_policy)
-    is_named = call.name == "__call__" and PATH in vars(module)
+    is_named = PATH in vars(module) and call.name == "__call__"
     with name_scope(module) if is_named else _NOTHING:
         scope = current_scope()
         effective = boundary.outermost(NNX, call, scope)
@@ -192,7 +192,7 @@ def _call_traced(call: MethodCall, policy: Policy, scope: Scope) -> Any:
         return run_method(bare._replace(module=copy, args=args, kwargs=kwargs))
 
     stateful = StatefulCall(body, (call.module, *call.args), call.kwargs)
-    key = "nnx", graph_key(stateful.graph), call.name, stateful.structure
+    key = "nnx", graph_key(stateful.graph), call.method, stateful.structure
     try:
         inside = stateful.inside(around=_reading)
         returned = own_code.run(cls, inside, stateful.trees, policy, key=key)
