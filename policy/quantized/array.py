@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -309,12 +308,6 @@ class QuantizedArray:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __iter__(self) -> Any:
-        return iter(self.widened())
-
-    def __bool__(self) -> bool:
-        return bool(self.widened())
-
     def __getattr__(self, name: str) -> Any:
         if name in _OF_ARRAYS:
             return getattr(self.widened(), name)
@@ -390,26 +383,20 @@ _ATTRIBUTES = (
 )
 _OF_ARRAYS = frozenset(_ATTRIBUTES.split())
 _BINARY = "add sub mul truediv floordiv mod pow matmul"
-_OTHERS = "__neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__"
+_OTHERS = "neg pos abs eq ne lt le gt ge iter bool"
 
 
-def _operator(name: str, is_reflected: bool = False) -> Any:
-    compute = getattr(operator, name)
-
+def _operator(name: str) -> Any:
     def method(stored: QuantizedArray, *others: Any) -> Any:
         if others and not hasattr(stored.unbox_parts().codes, "dtype"):
             return NotImplemented  # in a tree of specs or masks
-        operands = stored.widened(), *others
-        return compute(*operands[:: -1 if is_reflected else 1])
+        return getattr(stored.widened(), name)(*others)
 
     return method
 
 
-for _name in _BINARY.split():
+for _name in f"{_BINARY} r{_BINARY.replace(' ', ' r')} {_OTHERS}".split():
     setattr(QuantizedArray, f"__{_name}__", _operator(f"__{_name}__"))
-    setattr(QuantizedArray, f"__r{_name}__", _operator(f"__{_name}__", is_reflected=True))
-for _name in _OTHERS.split():
-    setattr(QuantizedArray, _name, _operator(_name))
 
 
 def frozen(stored: QuantizedArray) -> tuple[jax.Array, jax.Array]:
