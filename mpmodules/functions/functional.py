@@ -16,19 +16,9 @@ from jax.typing import DTypeLike
 
 from policy.functions.cast_like import cast_like
 from policy.functions.checkpointing import cached_inline_jit, materialized
+from policy.programs.dtypes import is_half as is_half
 
 Array = jax.Array
-
-
-@functools.cache
-def is_half(dtype: DTypeLike) -> bool:
-    """Returns whether `dtype` is a floating dtype narrower than float32.
-
-    Example:
-      >>> functional.is_half(jnp.bfloat16), functional.is_half(jnp.float32)
-      (True, False)
-    """
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
 
 
 @functools.cache
