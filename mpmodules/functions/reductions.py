@@ -26,29 +26,11 @@ from policy.functions import reductions as half_safe
 from policy.functions.reductions import Axis, in_reduction_dtype
 from policy.functions.reductions import log_sigmoid as log_sigmoid
 from policy.functions.reductions import log_softmax as log_softmax
+from policy.functions.reductions import logsumexp as logsumexp
 from policy.functions.reductions import softmax as softmax
 from policy.functions.reductions import softplus as softplus
 
 Padding = str | Sequence[tuple[int, int]]
-
-
-def logsumexp(
-    a: ArrayLike,
-    axis: Axis = None,
-    b: ArrayLike | None = None,
-    keepdims: bool = False,
-    return_sign: bool = False,
-    where: ArrayLike | None = None,
-) -> Any:
-    """Computes log(sum(b * exp(a))) in reduction_dtype; returns the dtype of `a`.
-
-    Arguments as in `policy.reductions.logsumexp`.
-
-    Example:
-      >>> linen.logsumexp(jnp.full((256,), 12.0, jnp.float16))  # exp(12) overflows in half
-      Array(17.55, dtype=float16)
-    """
-    return half_safe.logsumexp(a, axis, b, keepdims, return_sign, where)
 
 
 def standardize(

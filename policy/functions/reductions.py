@@ -137,7 +137,7 @@ def log_softmax(
 
 
 def logsumexp(
-    x: ArrayLike,
+    a: ArrayLike,
     axis: Axis = None,
     b: ArrayLike | None = None,
     keepdims: bool = False,
@@ -154,25 +154,25 @@ def logsumexp(
     '1.386'
 
     Args:
-      x: floating, any shape.
+      a: floating, any shape.
       axis: the axes to sum over; None is all of them.
-      b: factors, broadcastable to x; None is ones.
+      b: factors, broadcastable to a; None is ones.
       keepdims: whether the summed axes stay, with length 1.
       return_sign: whether the sign of the sum is returned too, for sums that may be negative.
       where: False leaves an entry out.
-      dtype: of the result; None is x's.
+      dtype: of the result; None is a's.
 
     Returns:
-      x's shape without `axis` (with 1 in its place if `keepdims`), in `dtype` or x's; with
+      a's shape without `axis` (with 1 in its place if `keepdims`), in `dtype` or a's; with
       `return_sign` a pair with the sign of the sum. An empty axis gives -inf.
     """
 
     options = {"keepdims": keepdims, "return_sign": return_sign, "where": where}
 
-    def run(x: Array, b: Array | None) -> Any:
-        return jax.scipy.special.logsumexp(x, axis, b, **options)
+    def run(a: Array, b: Array | None) -> Any:
+        return jax.scipy.special.logsumexp(a, axis, b, **options)
 
-    return in_reduction_dtype(run, x, b, dtype=dtype)
+    return in_reduction_dtype(run, a, b, dtype=dtype)
 
 
 def log_sigmoid(x: ArrayLike, *, dtype: DTypeLike | None = None) -> Array:
@@ -471,9 +471,7 @@ def global_norm(tree: Any) -> Array:
     real = jnp.finfo(wide).dtype
 
     def sum_of_squares(x: Array) -> Array:
-        if jnp.iscomplexobj(x):
-            return jnp.sum(jnp.square(x.real) + jnp.square(x.imag)).astype(real)
-        return jnp.sum(jnp.square(x)).astype(real)
+        return jnp.sum(jnp.real(x * jnp.conj(x))).astype(real)
 
     total = jnp.zeros((), real)
     for x in leaves:
