@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -10,8 +9,13 @@ from jax.typing import DTypeLike
 from policy.core.dtypes import cache_dtype_of
 from policy.core.quantization import Quantized
 from policy.core.scope import current_policy
-from policy.eight_bits.quantization import quantize
+from policy.eight_bits.quantization import quantize, undifferentiable
 from policy.programs import marks
+
+_NO_DERIVATIVE = (
+    "A cache of keys and values in 8 bits has no derivative, because its codes are rounded. "
+    "Differentiate a call that does not decode, or decode under a policy without cache=."
+)
 
 
 def quantize_cache(x: Array, dtype: DTypeLike | None = None) -> Array | Quantized:
@@ -51,18 +55,5 @@ def quantize_cache(x: Array, dtype: DTypeLike | None = None) -> Array | Quantize
     if dtype.itemsize > 1:
         return x.astype(dtype)
     with marks.layer():  # autocast leaves it as it is
-        return quantize(_constant(x), (x.ndim - 1,), dtype, scale_dtype=jnp.bfloat16)
-
-
-@jax.custom_jvp
-def _constant(x: Array) -> Array:
-    """Returns keys or values whose derivative is an error, not silently 0."""
-    return x
-
-
-@_constant.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    raise NotImplementedError(
-        "A cache of keys and values in 8 bits has no derivative, because its codes are rounded. "
-        "Differentiate a call that does not decode, or decode under a policy without cache=."
-    )
+        x = undifferentiable(_NO_DERIVATIVE, x)
+        return quantize(x, (x.ndim - 1,), dtype, scale_dtype=jnp.bfloat16)

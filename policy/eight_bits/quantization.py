@@ -213,26 +213,32 @@ class ScaledOperation:
     ) -> Array:
         """Returns the gradient of an operand, to be rounded to `dtype`, from the other one.
 
-        Both arrays are codes where there is a scale of the cotangent, else in compute_dtype.
+        Both arrays are quantized values where there is a scale of the cotangent, else in
+        compute_dtype.
         """
         raise NotImplementedError
 
-    def accumulation(self, codes: np.dtype, dtype: DTypeLike) -> dict[str, Any]:
-        """Returns the precision and the accumulator of a matmul of codes.
+    def multiplied(
+        self, multiply: Callable[..., Array], lhs: Array, rhs: Array, dtype: DTypeLike
+    ) -> Array:
+        """Returns the product of two operands; of quantized values in float32, before it is scaled.
 
         Args:
-          codes: their dtype.
+          multiply: a matmul that takes `precision` and `preferred_element_type`.
           dtype: that the product is rounded to once it is scaled. Scales of float8 are powers of
             two: in bfloat16, whose range is that of float32, the matmul itself may round, so that
             devices that add up parts of a product exchange bfloat16.
         """
+        if lhs.dtype.itemsize > 1:
+            out = dtype if dtype == lhs.dtype else jnp.float32
+            return multiply(lhs, rhs, preferred_element_type=out)
         wide = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
-        return {
-            # Hopper's tensor cores keep about 14 bits of a sum otherwise (cuBLASLt's CUBLASLT_
-            # MATMUL_DESC_FAST_ACCUM, which XLA sets by the precision).
-            "precision": None if self.by.fast_accumulation else lax.Precision.HIGHEST,
-            "preferred_element_type": jnp.int32 if codes == INT8 else wide,
-        }
+        # Hopper's tensor cores keep about 14 bits of a sum otherwise (cuBLASLt's CUBLASLT_
+        # MATMUL_DESC_FAST_ACCUM, which XLA sets by the precision).
+        precision = None if self.by.fast_accumulation else lax.Precision.HIGHEST
+        accumulator = jnp.int32 if lhs.dtype == INT8 else wide
+        product = multiply(lhs, rhs, precision=precision, preferred_element_type=accumulator)
+        return product.astype(jnp.float32)
 
 
 def rescaled(product: Array, scale: Array, other: Array) -> Array:
@@ -249,7 +255,11 @@ _NO_FORWARD_MODE = (
     "jax.linearize, jax.hessian). Take it in reverse mode (jax.grad, jax.jacrev), under a policy "
     "without m=, or exclude the layer with a rule."
 )
-
+_NO_SECOND_DERIVATIVE = (
+    "The gradient of an 8-bit matmul can't be differentiated again, because only its 8-bit "
+    "operands are saved. Take second derivatives under a policy without m=, or exclude the "
+    "layer with a rule."
+)
 
 _Pair = tuple[Quantized, Quantized]
 
@@ -284,7 +294,9 @@ def _in_8_bits(
 def _forward(
     operation: ScaledOperation, lhs: Array, rhs: Array, codes: _Pair, saved: _Pair
 ) -> tuple[Array, Any]:
-    marks = _mark(lhs), _mark(rhs)
+    # Arrays of no bytes, whose derivatives are not known to be zero where those of the operands are
+    # not.
+    marks = [lax.slice_in_dim(x, 0, 0) for x in (lhs, rhs)]
     keeps_input = operation.by.weight_gradient == "compute"
     of_weight = (lhs, rhs)[1 - operation.weight] if keeps_input else None
     result = in_8_bits(operation, lhs, rhs, codes)
@@ -293,7 +305,8 @@ def _forward(
 
 def _backward(residuals: Any, cotangent: Array) -> tuple[Any, ...]:
     operation, saved, of_weight, marks = residuals
-    cotangent = _differentiated_once(cotangent, *marks)
+    # The operands' values, which the derivatives of a gradient would need, are not saved.
+    cotangent = undifferentiable(_NO_SECOND_DERIVATIVE, cotangent, *marks)
     gradients = []
     for side, mark in enumerate(marks):
         if side == operation.weight and of_weight is not None:
@@ -308,32 +321,13 @@ def _backward(residuals: Any, cotangent: Array) -> tuple[Any, ...]:
 _in_8_bits.defvjp(_forward, _backward)
 
 
-@jax.custom_jvp
-def _mark(x: Array) -> Array:
-    """Returns an array of no bytes whose derivative is not known to be zero where that of `x` is
-    not: see `_differentiated_once`.
-    """
-    return jnp.zeros((0,), x.dtype)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def undifferentiable(message: str, x: Array, *others: Array) -> Array:
+    """Returns `x`, whose derivatives, and those by `others`, raise NotImplementedError."""
+    del message, others
+    return x
 
 
-@_mark.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    return _mark(*primals), _mark(*tangents)
-
-
-@jax.custom_jvp
-def _differentiated_once(cotangent: Array, *marks: Array) -> Array:
-    """Returns a cotangent. Its derivative, and that by what the marks depend on, is an error: the
-    operands' values that it would need are not saved.
-    """
-    del marks
-    return cotangent
-
-
-@_differentiated_once.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        "The gradient of an 8-bit matmul can't be differentiated again, because only its 8-bit "
-        "operands are saved. Take second derivatives under a policy without m=, or exclude the "
-        "layer with a rule."
-    )
+@undifferentiable.defjvp
+def _(message: str, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(message)

@@ -45,7 +45,7 @@ class _Matmul(ScaledOperation):
     dtype: np.dtype
 
     def product(self, lhs: Array, rhs: Array) -> Array:
-        return self._multiplied(lhs, rhs, (self.contracted, self.batch), self.dtype)
+        return self._dot(lhs, rhs, (self.contracted, self.batch), self.dtype)
 
     def beside_result(self, scale: Array, side: int) -> Array:
         kept = (*self.batch[side], *self.free[side])
@@ -62,22 +62,15 @@ class _Matmul(ScaledOperation):
         self, side: int, cotangent: Array, other: Array, scale: Array | None, dtype: DTypeLike
     ) -> Array:
         numbers, axes = self._transposed(side)
-        if scale is None:
-            out = dtype if dtype == other.dtype else jnp.float32
-            product = lax.dot_general(cotangent, other, numbers, preferred_element_type=out)
-        else:
-            product = self._multiplied(cotangent, other, numbers, dtype)
+        product = self._dot(cotangent, other, numbers, dtype)
+        if scale is not None:
             rows = lax.squeeze(scale, self.summed_for(side))
             product = product * lax.expand_dims(rows, range(rows.ndim, product.ndim))
         return jnp.transpose(product, [axes.index(place) for place in range(len(axes))])
 
-    def _multiplied(
-        self, lhs: Array, rhs: Array, numbers: DimensionNumbers, dtype: DTypeLike
-    ) -> Array:
-        """Returns the float32 product of codes and codes, of a gradient or result of `dtype`."""
-        accumulation = self.accumulation(lhs.dtype, dtype)
-        product = lax.dot_general(lhs, rhs, numbers, **accumulation)
-        return product.astype(jnp.float32)
+    def _dot(self, lhs: Array, rhs: Array, numbers: DimensionNumbers, dtype: DTypeLike) -> Array:
+        multiply = functools.partial(lax.dot_general, dimension_numbers=numbers)
+        return self.multiplied(multiply, lhs, rhs, dtype)
 
     def _of_result(self, side: int) -> tuple[int, ...]:
         """Returns the axes of the result that are an operand's own."""

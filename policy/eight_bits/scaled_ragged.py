@@ -67,7 +67,7 @@ class _Ragged(ScaledOperation):
     sizes: Array
 
     def product(self, lhs: Array, rhs: Array) -> Array:
-        return _masked(self._multiplied(lhs, rhs, _FORWARD, self.dtype), self.sizes)
+        return _masked(self._dot(lhs, rhs, _FORWARD, self.dtype), self.sizes)
 
     def beside_result(self, scale: Array, side: int) -> Array:
         return self._of_rows(lax.squeeze(scale, (1,))) if side else scale
@@ -90,24 +90,19 @@ class _Ragged(ScaledOperation):
         self, side: int, cotangent: Array, other: Array, scale: Array | None, dtype: DTypeLike
     ) -> Array:
         operands = (other, cotangent) if side else (cotangent, other)
-        numbers = _OF_KERNELS if side else _OF_ROWS
-        if scale is None:
-            out = dtype if dtype == other.dtype else jnp.float32
-            return lax.ragged_dot_general(
-                *operands, self.sizes, numbers, preferred_element_type=out
-            )
-        product = self._multiplied(*operands, numbers, dtype) * scale
+        product = self._dot(*operands, _OF_KERNELS if side else _OF_ROWS, dtype)
+        product = product if scale is None else product * scale
         return product if side else _masked(product, self.sizes)
 
-    def _multiplied(
+    def _dot(
         self, lhs: Array, rhs: Array, numbers: lax.RaggedDotDimensionNumbers, dtype: DTypeLike
     ) -> Array:
-        """Returns the float32 product of codes and codes, of a gradient or result of `dtype`."""
-        accumulation = self.accumulation(lhs.dtype, dtype)
-        if lhs.dtype == INT8:  # exact, and the kernel of TPUs has it at the default precision alone
-            accumulation["precision"] = None
-        product = lax.ragged_dot_general(lhs, rhs, self.sizes, numbers, **accumulation)
-        return product.astype(jnp.float32)
+        def multiply(lhs: Array, rhs: Array, **options: Any) -> Array:
+            if lhs.dtype == INT8:  # exact, and TPUs' kernel has it at the default precision alone
+                options["precision"] = None
+            return lax.ragged_dot_general(lhs, rhs, self.sizes, numbers, **options)
+
+        return self.multiplied(multiply, lhs, rhs, dtype)
 
     def _of_rows(self, scales: Array) -> Array:
         """Returns the scales of rows, (T, N), from those of their experts, (E, N)."""
