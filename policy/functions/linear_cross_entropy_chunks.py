@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 
 from policy.core.arrays import alike_varying, is_typed, make_varying, varying_axes
 from policy.core.reverse_mode import in_reverse_mode
+from policy.functions.losses import class_indices
 
 _FLOAT16_SCALE = 2.0**10  # of slopes in float16: most are far below 1, and few above
 
@@ -355,11 +356,7 @@ def _local_labels(options: Options, labels: Array, classes: int) -> tuple[Array,
     """
     names = options.axis_names
     whole = classes * (lax.axis_size(names) if names else 1)
-    if labels.dtype.itemsize < 4:
-        labels = labels.astype(jnp.int32)
-    is_class = labels < whole
-    if jnp.issubdtype(labels.dtype, jnp.signedinteger):
-        is_class &= labels >= -whole
-        labels = jnp.where(labels < 0, labels + whole, labels)
+    labels = class_indices(labels, whole)
+    is_class = (labels >= 0) & (labels < whole)
     labels = jnp.where(is_class, labels, 0).astype(jnp.int32)
     return labels - (lax.axis_index(names) * classes if names else 0), is_class

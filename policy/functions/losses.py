@@ -94,7 +94,7 @@ def softmax_cross_entropy_with_integer_labels(
     if isinstance(axis, tuple):
         where = None if where is None else _flat_classes(where, axis)
         logits, axis = _flat_classes(logits, axis), -1
-    labels = _class_indices(jnp.expand_dims(labels, axis), logits.shape[axis])  # (..., 1)
+    labels = class_indices(jnp.expand_dims(labels, axis), logits.shape[axis])  # (..., 1)
     options = _Options(axis, label_smoothing, z_loss, wide)
     return _sparse_cross_entropy(logits, labels, where, options).squeeze(axis)
 
@@ -130,7 +130,7 @@ def _flat_classes(x: Array, axes: tuple[int, ...]) -> Array:
     return x.reshape(*x.shape[: x.ndim - len(axes)], -1)
 
 
-def _class_indices(labels: Array, classes: int) -> Array:
+def class_indices(labels: Array, classes: int) -> Array:
     """Returns labels in an integer dtype that can count all classes, with negative ones wrapped."""
     if labels.dtype.itemsize < 4:
         labels = labels.astype(jnp.int32)
