@@ -79,38 +79,35 @@ def known_mask(mask: Any, query: Array, key: Array) -> KnownMask | None:
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class _Traced:
-    """The traced terms of a mask: ids to compare, valid queries and valid keys.
-
-    `compared` is empty, or has the ids of queries and those of keys.
-    """
-
-    compared: Sequence[Along] = ()
-    queries: list[Along] = dataclasses.field(default_factory=list)
-    keys: list[Along] = dataclasses.field(default_factory=list)
+_Traced = tuple[Sequence[Along], tuple[Sequence[Along], Sequence[Along]]]
 
 
 def _segments(terms: Sequence[Along | Equal], rank: int) -> _Traced | None:
-    """Sorts terms. Returns None where one is none of these, or two pairs of ids are compared."""
+    """Sorts the traced terms of a mask.
+
+    Returns:
+      The ids to compare, those of queries and of keys, or nothing; and the valid queries and the
+      valid keys. None where a term is none of these, or two pairs of ids are compared.
+    """
     heads, queries, keys = rank - 3, rank - 2, rank - 1
-    found = _Traced()
+    compared: Sequence[Along] = ()
+    padded: tuple[list[Along], list[Along]] = [], []
     for term in terms:
         sides = [term] if isinstance(term, Along) else [term.left, term.right]
         if any(heads in side.used or {queries, keys} <= side.used for side in sides):
             return None
         if isinstance(term, Along):
-            (found.keys if keys in term.used else found.queries).append(term)
+            padded[keys in term.used].append(term)
             continue
         pair = sides if keys in term.right.used else sides[::-1]
         if queries not in pair[0].used or keys not in pair[1].used:
             return None
         if any(not _is_id(side.array.dtype) for side in pair):
             return None
-        if found.compared and not all(map(_same, found.compared, pair)):
+        if compared and not all(map(_same, compared, pair)):
             return None
-        found.compared = pair
-    return found
+        compared = pair
+    return compared, padded
 
 
 def _is_id(dtype: Any) -> bool:
@@ -124,7 +121,7 @@ def _same(one: Along, other: Along) -> bool:
 
 def _ids(traced: _Traced, batch: Shape, lengths: tuple[int, int]) -> tuple[tuple[Array, ...], bool]:
     """Returns the ids of queries and keys, if any, and whether they are reflexive."""
-    compared, padded = traced.compared, (traced.queries, traced.keys)
+    compared, padded = traced
     if not compared and not any(padded):
         return (), True
     ids = []
