@@ -125,15 +125,18 @@ def dot_product_attention(
       (2, 5, 4, 8)
     """
     check_shapes(query, key, value)
-    attend = functools.partial(
-        _attention,
-        precision=precision,
-        value_scale=value_scale,
-        is_causal=is_causal,
-        reduction_dtype=jnp.dtype(reduction_dtype),
-        soft_cap=soft_cap,
-        key_scale=key_scale,
-    )
+    options = (precision, is_causal, jnp.dtype(reduction_dtype), soft_cap, key_scale)
+
+    def attend(
+        query: Array, key: Array, value: Array, bias: Array | None, mask: Array | None
+    ) -> Array:
+        logits = _logits(query, key, bias, mask, *options)
+        if value_scale is not None:
+            return _weighted_codes(precision, logits, value, value_scale)
+        if not key.shape[-3]:  # no exponential to divide by
+            return weighted_values(jnp.zeros(logits.shape, value.dtype), value, precision=precision)
+        return cached_inline_jit(_attend, precision)(logits, value)
+
     heads, key_heads = query.shape[-2], key.shape[-2]
     is_each_or_all = all(
         x is None or np.ndim(x) < 3 or np.shape(x)[-3] in (1, heads) for x in (bias, mask)
@@ -159,28 +162,6 @@ def _by_key_head(x: ArrayLike | None, key_heads: int) -> tuple[Array | None, int
         return (None if x is None else jnp.asarray(x)), None
     x = jnp.asarray(x)
     return x.reshape(*x.shape[:-3], key_heads, -1, *x.shape[-2:]), -3
-
-
-def _attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None,
-    mask: Array | None,
-    *,
-    precision: PrecisionLike,
-    value_scale: Array | None,
-    **options: Any,
-) -> Array:
-    """Computes attention of as many query heads as key heads, or of any number by XLA's grouped
-    matmuls. `options` are those of `_logits`.
-    """
-    logits = _logits(query, key, bias, mask, precision, **options)
-    if value_scale is not None:
-        return _weighted_codes(precision, logits, value, value_scale)
-    if not key.shape[-3]:  # no exponential to divide by
-        return weighted_values(jnp.zeros(logits.shape, value.dtype), value, precision=precision)
-    return cached_inline_jit(_attend, precision)(logits, value)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

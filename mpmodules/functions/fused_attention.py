@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from mpmodules.functions.attention_masks import KnownMask, known_mask
 from mpmodules.functions.cudnn_attention import cudnn_attention, widest_head
 from mpmodules.functions.sharded_attention import Shards, shards_of
-from mpmodules.functions.splash_attention import Splash, splash_attention
+from mpmodules.functions.splash_attention import Splash, mask_and_window, splash_attention
 from mpmodules.functions.splash_kernel import CAUSAL, LANES
 from policy.core.scope import current_scope, require_attention_axes
 from policy.functions.checkpointing import cached_inline_jit
@@ -150,7 +150,7 @@ def fused_kernel(
         _reject("splash", obstacles)
     if any(obstacles.values()):
         return Choice(None, _listed(obstacles))
-    how = Splash.of(pairs.static, is_causal, insists, soft_cap, shards)
+    how = Splash(*mask_and_window(pairs.static, is_causal), insists, soft_cap, shards)
     hides = _may_hide_all_keys(how, pairs, query.shape[-3], key.shape[-3])
     kernel: Any = _kernel_with_uniform_rows if hides else splash_attention
     return Choice(_splash(kernel, how, pairs.ids), "splash")
@@ -275,9 +275,9 @@ def _cudnn(
     """
     pairs = None if mask is None else known_mask(mask, query, key)
     if pairs is not None and not pairs.ids:
-        how = Splash.of(pairs.static, is_causal, False, None, None)
-        if how.mask is None and how.window in (CAUSAL, (None, None)):
-            mask, is_causal = None, how.window == CAUSAL
+        static, window = mask_and_window(pairs.static, is_causal)
+        if static is None and window in (CAUSAL, (None, None)):
+            mask, is_causal = None, window == CAUSAL
     mask = None if mask is None else jnp.asarray(mask).astype(bool)
     given = {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
     biases = [x.reshape((1,) * (query.ndim - x.ndim) + x.shape) for x in given.values()]

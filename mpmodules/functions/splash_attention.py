@@ -52,25 +52,6 @@ class Splash:
     soft_cap: float | None = None
     shards: Shards | None = None
 
-    @classmethod
-    def of(
-        cls,
-        allowed: np.ndarray | None,
-        is_causal: bool,
-        insists: bool,
-        soft_cap: float | None,
-        shards: Shards | None,
-    ) -> Splash:
-        """Returns the parameters of a mask (1 or N, T, S), or of none, and of causality."""
-        if allowed is None:
-            return cls(None, CAUSAL if is_causal else (None, None), insists, soft_cap, shards)
-        if is_causal:
-            causal = np.tri(*allowed.shape[-2:], dtype=bool)
-            allowed = np.logical_and(allowed, causal)
-        window = _window_of(allowed)
-        mask = StaticMask.of(allowed) if window is None else None
-        return cls(mask, window or (None, None), insists, soft_cap, shards)
-
     def formula(self, query: Array, key: Array, value: Array, *ids: Array) -> Array:
         """Computes the same attention by XLA's operations.
 
@@ -104,6 +85,18 @@ class Splash:
         # Of equal ranks: under strict promotion arrays of different ones don't combine.
         masks = [m.reshape((1,) * (query.ndim - m.ndim) + m.shape) for m in masks]
         return functools.reduce(jnp.logical_and, masks)
+
+
+def mask_and_window(
+    allowed: np.ndarray | None, is_causal: bool
+) -> tuple[StaticMask | None, Window]:
+    """Returns `mask` and `window` of `Splash` for a mask (1 or N, T, S) or none, and causality."""
+    if allowed is None:
+        return None, CAUSAL if is_causal else (None, None)
+    if is_causal:
+        allowed = np.logical_and(allowed, np.tri(*allowed.shape[-2:], dtype=bool))
+    window = _window_of(allowed)
+    return (StaticMask.of(allowed), (None, None)) if window is None else (None, window)
 
 
 def _in_window(window: Window, queries: int, keys: int, numpy: Any = jnp) -> Any:
