@@ -308,6 +308,9 @@ class QuantizedArray:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __iter__(self) -> Any:
+        return iter(self.widened())
+
     def __getattr__(self, name: str) -> Any:
         if name in _OF_ARRAYS:
             return getattr(self.widened(), name)
@@ -383,7 +386,7 @@ _ATTRIBUTES = (
 )
 _OF_ARRAYS = frozenset(_ATTRIBUTES.split())
 _BINARY = "add sub mul truediv floordiv mod pow matmul"
-_OTHERS = "neg pos abs eq ne lt le gt ge iter bool"
+_OTHERS = "neg pos abs eq ne lt le gt ge bool"
 
 
 def _operator(name: str) -> Any:
