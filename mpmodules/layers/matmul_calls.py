@@ -6,7 +6,7 @@ The functions take a layer of either API and read its options, which have the sa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from mpmodules.calls.boundary import Numerics
 from mpmodules.calls.classes import layer_class
 from mpmodules.functions.functional import add_bias, is_wider, trailing, widen
 from policy.core.arrays import cast_array
+from policy.core.einsums import DimensionNumbers, dot_of_einsum
 from policy.core.scope import current_scope, enter
 from policy.eight_bits import scaled_convolution, scaled_matmul
 from policy.functions.linear_cross_entropy import linear_softmax_cross_entropy
@@ -167,18 +168,27 @@ def _of_codes(
     x, wide = product.inputs, product.accumulator_dtype
     kernel: Any = product.kernel
     preferred = product.preferred if wide is None else wide
-    numbers = None
-    if product.operation is lax.dot_general:
-        numbers = args[0]
-    elif product.operation is inner_products:
-        numbers = ((x.ndim - 1,), (1,)), ((), ())
-    elif product.operation is jnp.einsum and options.get("out_sharding") is None:
-        return products.einsum_of_codes(
-            before[0], x, kernel, accumulator_dtype=preferred, **options
-        )
-    if numbers is None:
+    found = _as_dot(product, before, args, options)
+    if found is None:
         return products.bilinear_of_codes(operation, x, kernel, accumulator_dtype=preferred)
-    return products.dot_general(x, kernel, numbers, accumulator_dtype=preferred, **options)
+    y = products.dot_general(x, kernel, found[0], accumulator_dtype=preferred, **options)
+    return y if found[1] is None else jnp.transpose(y, found[1])
+
+
+def _as_dot(
+    product: Product, before: Sequence[Any], args: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[DimensionNumbers, Sequence[int] | None] | None:
+    """Returns the dimension numbers of a product, and the order of its result's axes, or None where
+    that is the matmul's; None of a product that is no matmul.
+    """
+    x, kernel = product.inputs, product.kernel
+    if product.operation is lax.dot_general:
+        return args[0], None
+    if product.operation is inner_products:
+        return (((x.ndim - 1,), (1,)), ((), ())), None
+    # With a sharding: the axes of an einsum's result stand in another order than its matmul's.
+    is_einsum = product.operation is jnp.einsum and options.get("out_sharding") is None
+    return dot_of_einsum(before[0], x.ndim, kernel.ndim) if is_einsum else None
 
 
 _IN_8_BITS: tuple[Any, ...] = (lax.dot_general, jnp.einsum, lax.conv_general_dilated)
@@ -192,15 +202,14 @@ def _in_8_bits(
     """
     lhs, rhs, sharding = product.inputs, product.kernel, options.get("out_sharding")
     by: Any = product.numerics.matmul
-    if product.operation is lax.dot_general:
-        return scaled_matmul.scaled_dot_general(
-            lhs, rhs, args[0], by, dtype=dtype, out_sharding=sharding
-        )
-    if product.operation is jnp.einsum:
-        # The axes of an einsum's result stand in another order than its matmul's.
-        if sharding is not None:
+    if product.operation is not lax.conv_general_dilated:
+        found = _as_dot(product, before, args, options)
+        if found is None:
             return None
-        return scaled_matmul.scaled_einsum(before[0], lhs, rhs, by, dtype=dtype)
+        y = scaled_matmul.scaled_dot_general(
+            lhs, rhs, found[0], by, dtype=dtype, out_sharding=sharding
+        )
+        return y if found[1] is None else jnp.transpose(y, found[1])
     if not scaled_convolution.may_run_in_8_bits(lhs, rhs, by, out_sharding=sharding):
         return None
     windows = {name: x for name, x in options.items() if name not in ("precision", "out_sharding")}

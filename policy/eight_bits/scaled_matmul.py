@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from policy.core.arrays import alike_varying
 from policy.core.dtypes import ScaledMatmul
-from policy.core.einsums import DimensionNumbers, dot_of_einsum
+from policy.core.einsums import DimensionNumbers
 from policy.core.quantization import Quantized
 from policy.eight_bits.blocks import BlockAxes, multiply_blocks, quantize_in_blocks
 from policy.eight_bits.quantization import (
@@ -204,24 +204,3 @@ def _multiplied_in_blocks(matmul: _BlockMatmul, lhs: Array, rhs: Array) -> Array
         for layout in (matmul.layout, matmul.saved_layout)
     )
     return in_8_bits(matmul, left, right, codes, saved=saved)
-
-
-def scaled_einsum(
-    subscripts: str, lhs: Array, rhs: Array, by: ScaledMatmul, *, dtype: DTypeLike = jnp.float32
-) -> Array | None:
-    """Contracts two operands in 8 bits, as `scaled_dot_general`.
-
-    Returns None where that is no matmul: where a name stands twice in an operand, or in one operand
-    and not in the result.
-
-    Args:
-      subscripts: as in `jax.numpy.einsum`, for two operands, with "->".
-      lhs, rhs: floating arrays; the right one is the weight.
-      by: the dtypes and scales.
-      dtype: of the result.
-    """
-    found = dot_of_einsum(subscripts, lhs.ndim, rhs.ndim)
-    if found is None:
-        return None
-    numbers, axes = found
-    return jnp.transpose(scaled_dot_general(lhs, rhs, numbers, by, dtype=dtype), axes)

@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.core.dtypes import backend
-from policy.core.einsums import DimensionNumbers, dot_of_einsum
+from policy.core.einsums import DimensionNumbers
 from policy.core.param_formats import ParamFormat
 from policy.functions.reductions import accumulating
 from policy.quantized.array import CodeLayout, QuantizedArray, frozen
@@ -109,24 +109,6 @@ def _with_weight_first(
     y = dot_general(x, weight, numbers, accumulator_dtype=accumulator_dtype, **options)
     batch, free = len(batch_x), x.ndim - len(of_x)
     return jnp.moveaxis(y, range(batch, free), range(batch - free, 0))
-
-
-def einsum_of_codes(
-    subscripts: str,
-    x: jax.Array,
-    weight: QuantizedArray,
-    *,
-    accumulator_dtype: DTypeLike | None = None,
-    **options: Any,
-) -> jax.Array:
-    """Computes `jax.numpy.einsum` of an array and codes; arguments as in `dot_general`."""
-    found = dot_of_einsum(subscripts, x.ndim, weight.ndim)
-    if found is None:
-        operation = functools.partial(jnp.einsum, subscripts, **options)
-        return bilinear_of_codes(operation, x, weight, accumulator_dtype=accumulator_dtype)
-    numbers, axes = found
-    y = dot_general(x, weight, numbers, accumulator_dtype=accumulator_dtype, **options)
-    return jnp.transpose(y, axes)
 
 
 def _of_blocks(

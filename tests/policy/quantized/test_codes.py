@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from policy.core.einsums import dot_of_einsum
 from policy.core.param_formats import CODES, NF4, ParamFormat, format_of
 from policy.quantized import QuantizedArray, products
 from policy.quantized.codes import numbers
@@ -210,9 +211,9 @@ def test_matmuls_and_lookups_of_blocks_read_minimums(text):
             kernel = jnp.asarray(rng.normal(1, 1, shape), jnp.float32)
             stored = QuantizedArray.of(kernel, text, axis=axis)
             wide = np.asarray(stored, np.float64)
-            y, pull = jax.vjp(
-                lambda x, w=stored, s=subscripts: products.einsum_of_codes(s, x, w), x
-            )
+            found = dot_of_einsum(subscripts, x.ndim, len(shape))
+            assert found is not None and found[1] == [*range(len(shape))]
+            y, pull = jax.vjp(lambda x, w=stored, n=found[0]: products.dot_general(x, w, n), x)
             exact = np.einsum(subscripts, np.asarray(x, np.float64), wide)
             np.testing.assert_allclose(y, exact, rtol=0, atol=1e-5 * np.abs(exact).max())
             given = subscripts.split(",")[0], *subscripts.split(",")[1].split("->")

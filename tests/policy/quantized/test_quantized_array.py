@@ -1,5 +1,6 @@
 """Arrays stored as codes and scales, beside NumPy."""
 
+import functools
 import pickle
 from typing import Any
 
@@ -142,10 +143,10 @@ def test_kernels_of_several_features():
     stored = QuantizedArray.of(jnp.asarray(normal(64, 2, 8)), "int4:32", axis=0)
     assert stored.codes.shape == (2, 32, 16) and stored.shape == (64, 2, 8)
     x = jnp.asarray(normal(3, 64))
-    y = products.einsum_of_codes("bi,ihf->bhf", x, stored)
+    y = products.dot_general(x, stored, (((1,), (0,)), ((), ())))
     np.testing.assert_allclose(y, jnp.einsum("bi,ihf->bhf", x, stored.widened()), atol=1e-5)
     # no matmul: a name stands in one operand alone
-    y = products.einsum_of_codes("bi,ihf->bh", x, stored)
+    y = products.bilinear_of_codes(functools.partial(jnp.einsum, "bi,ihf->bh"), x, stored)
     np.testing.assert_allclose(y, jnp.einsum("bi,ihf->bh", x, stored.widened()), atol=1e-4)
 
 
