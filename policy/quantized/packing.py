@@ -79,10 +79,8 @@ def unpack_params(packed: Any, like: Any) -> Any:
 def _text(stored: Any) -> str:
     """Returns the names, dtypes and shapes of plain arrays, for comparison and messages."""
     named = stored.items() if isinstance(stored, Mapping) else [("", stored)]
-    texts = [(name, dtype_and_shape(leaf)) for name, x in named for leaf in jax.tree.leaves(x)]
-    return ", ".join(
-        f"{name} {text}".strip() for name, text in sorted(texts, key=lambda x: x[0] == "scales")
-    )
+    texts = [f"{name} {dtype_and_shape(leaf)}" for name, x in named for leaf in jax.tree.leaves(x)]
+    return ", ".join(sorted(texts)).strip()
 
 
 def _packed(x: Any) -> dict[str, Any]:
