@@ -157,17 +157,10 @@ def _named(axes: PartitionSpec | None, known: Sequence[str]) -> tuple[Names, Nam
                 f"mesh are {', '.join(map(repr, known))}."
             )
         return batch, heads
-    rules = get_logical_axis_rules()
-    batch, heads = (_ruled(rules, logical) for logical in (_BATCH, _HEADS))
-    return tuple(n for n in batch if n in known), tuple(n for n in heads if n in known)
-
-
-def _ruled(rules: Any, logical: Names) -> Names:
-    for name in logical:
-        for ruled, axes in rules:
-            if ruled == name:
-                return _names(axes)
-    return ()
+    rules = dict(reversed(get_logical_axis_rules()))  # the first of a name counts
+    found = (next((rules[n] for n in logical if n in rules), None) for logical in (_BATCH, _HEADS))
+    batch, heads = (tuple(n for n in _names(axes) if n in known) for axes in found)
+    return batch, heads
 
 
 def _names(entry: Any) -> Names:
