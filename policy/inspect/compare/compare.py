@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 
 from policy.autocasting.parameters import ParamsArgument
 from policy.core.policy import Policy
-from policy.core.precedence import Asked, collecting
+from policy.core.precedence import collecting
 from policy.core.rules import PolicyRules, RulesLike
 from policy.inspect.compare.comparison import Comparison, OperandCodes, Row, RowKind
 from policy.inspect.compare.recorder import Log, Measurement, Recording
@@ -33,13 +33,13 @@ from policy.inspect.traced.call import (
 )
 from policy.inspect.traced.matmul_operands import CodedSide
 from policy.inspect.traced.module_paths import lost_prefixes
-from policy.inspect.traced.passes import Device, is_in_passes, require_device
+from policy.inspect.traced.passes import Device, require_device
 from policy.inspect.traced.placed import ModulePass
-from policy.inspect.traced.upcast import dtypes_of, rounds
+from policy.inspect.traced.upcast import dtypes_of
 from policy.programs.dtypes import F32, is_half
+from policy.programs.frameworks import with_policy
 from policy.programs.jaxprs import opened
 from policy.programs.paths import naming, spelled
-from policy.programs.reading.walk import walk
 from policy.programs.tracing.trace import function_name
 
 
@@ -104,8 +104,8 @@ def compare(
       TypeError: `fn` is not a function; there are no arrays, or only their shapes; `params` doesn't
         select arguments; with `backward`, there is no loss.
       ValueError: the policy is malformed, or can't be honored here; `rules` without `policy`;
-        the model carries a policy of another dtype; `loss_scale` is not positive, or `on` is no
-        device; `params` names arguments where modules
+        the model carries a policy of another dtype, or, with `rules`, was built under a policy;
+        `loss_scale` is not positive, or `on` is no device; `params` names arguments where modules
         hold the parameters; with `backward`, there is no floating argument; `beside` is a function
         and `policy` is given; the two functions return other trees or shapes.
     """
@@ -119,10 +119,18 @@ def compare(
     call = Call.measured("compare", fn, args, kwargs, params, scale)
     with collecting(policy, rules) as asked:
         program = call.under(policy, rules) if beside else program_of(call, policy, rules)
+    text = "" if policy is None else short_text(policy)
     if policy is not None and program.route == "scope":
-        policy = obeyed_policy(policy, rules, asked)
+        text = obeyed_policy(policy, rules, asked.of_models)
+        if rules is not None and with_policy(fn, args, policy, PolicyRules()) is not None:
+            raise ValueError(
+                f"rules= changes nothing here: the nnx model obeys {text!r}, which it was built "
+                "under. Give a copy with the rules, as mpmodules.nnx.apply_policy(model, policy, "
+                "rules) returns it, without policy= and rules=."
+            )
     if beside is None:
-        names, recordings = (function_name(fn), ""), _recordings(program, on)
+        names = function_name(fn), ""
+        recordings = [Recording(program, on), Recording(program, None, "float32")]
         found = beside_itself(*recordings)
     else:
         other, name = other_program(beside, fn, args, kwargs, policy, params, scale)
@@ -130,34 +138,28 @@ def compare(
         require_alike(program, other, names)
         recordings = [Recording(one, on, follows_casts=True) for one in (program, other)]
         found = beside_each_other(*recordings)
-    return _comparison(found, recordings, names, "" if policy is None else short_text(policy))
+    return _comparison(found, recordings, names, text)
 
 
-def obeyed_policy(policy: Policy, rules: PolicyRules | None, asked: Asked) -> Policy:
-    """Returns the policy that the models of a call obey under the scope of a policy.
+def obeyed_policy(policy: Policy, rules: PolicyRules | None, models: Collection[Policy]) -> str:
+    """Returns the text of the policies that models obey under the scope of a policy.
+
+    Args:
+      policy, rules: the scope's.
+      models: the policies of whole models, as they were traced.
 
     Raises:
-      ValueError: they carry policies that compute in another dtype.
+      ValueError: all of them carry policies that compute in another dtype.
     """
-    given = [policy, *(each for _, each in rules or ())]
-    models = sorted(asked.of_models, key=str)
-    if models and all(one.compute_dtype not in [p.compute_dtype for p in given] for one in models):
+    given = {each.compute_dtype for each in (policy, *(each for _, each in rules or ()))}
+    names = " and ".join(sorted(map(short_text, models)))
+    if models and given.isdisjoint(one.compute_dtype for one in models):
         raise ValueError(
-            f"policy={short_text(policy)!r} changes nothing here: the model obeys "
-            f"{short_text(models[0])!r}, which it was built under or has as its dtype_policy. "
-            "Leave out policy= to compare it as it is, or give a model without a policy."
+            f"policy={short_text(policy)!r} changes nothing here: the model obeys {names!r}, which "
+            "it was built under or has as its dtype_policy. Leave out policy= to compare it as it "
+            "is, or give a model without a policy."
         )
-    return models[0] if len(models) == 1 and rules is None else policy
-
-
-def _recordings(program: Program, on: Device | None) -> list[Recording]:
-    """Returns the recordings of a program, and of itself in float32."""
-    ours = Recording(program, on)
-    sites = list(walk(program.jaxpr))
-    in_half = any(rounds(site.equation) for site in sites)
-    in_passes = on is not None and any(is_in_passes(site.equation) for site in sites)
-    differs = in_half or in_passes or program.codes.roundings
-    return [ours, Recording(program, None, "float32") if differs else ours]
+    return names if models and rules is None else short_text(policy)
 
 
 def _comparison(
@@ -370,7 +372,6 @@ def _row(
     place: ModulePass | None = None,
 ) -> Row:
     worst = np.max([one.worst for one in leaving], axis=0)
-    of = dict(zip(NAMES, map(float, worst), strict=True))
     nearest = max(leaving, key=lambda one: (not is_discrete(one.dtype), one.headroom))
     culprit = max(leaving, key=lambda one: float(one.worst[_ERROR]))
     entering, is_jump = 0.0, False
@@ -380,25 +381,20 @@ def _row(
         is_jump = any(bool(findings.jumps(place, one).any()) for one in leaving)
     shape = max((one.errors.shape for one in leaving), key=len)
     steps = np.max([one.errors for one in leaving if one.errors.shape == shape], axis=0)
+    figures: dict[str, float] = dict(zip(NAMES, map(float, worst), strict=True))
+    figures["cosine"] = 1 - figures.pop("distance")
+    figures["largest"] = float(nearest.worst[_LARGEST])
     return Row(
-        path,
-        kind,
-        of["error"],
-        1 - of["distance"],
-        of["underflow"],
-        of["subnormal"],
-        of["overflow"],
-        float(nearest.worst[_LARGEST]),
-        limit_of(nearest.dtype),
-        str(np.dtype(nearest.dtype)),
-        of["reference_largest"],
-        of["undefined"],
-        entering,
-        _nested(steps.tolist()) if shape else (),
-        culprit.primitive,
-        culprit.source,
-        is_jump,
-        of["rms"],
+        path=path,
+        kind=kind,
+        limit=limit_of(nearest.dtype),
+        dtype=str(np.dtype(nearest.dtype)),
+        entering=entering,
+        steps=_nested(steps.tolist()) if shape else (),
+        primitive=culprit.primitive,
+        source=culprit.source,
+        is_jump=is_jump,
+        **figures,
     )
 
 

@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from policy.inspect.compare.statistics import is_discrete
+from policy.inspect.render.table import Column, Table
 from policy.inspect.render.text import OUTSIDE
 
 RowKind = Literal["activation", "gradient", "parameter", "output"]
@@ -206,7 +207,7 @@ class Comparison:
         return json.dumps(_plain({"version": 1, **dataclasses.asdict(self)}), indent=indent)
 
     def __str__(self) -> str:
-        return _table(self)
+        return _text(self)
 
 
 def _plain(value: Any) -> Any:
@@ -218,52 +219,85 @@ def _plain(value: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# The table
+# The tables
 # --------------------------------------------------------------------------------------------------
 
-_TITLES = {
+_TITLES: dict[RowKind, str] = {
     "activation": "activations",
     "gradient": "gradients of activations",
     "parameter": "gradients of parameters",
     "output": "outputs",
 }
-_HEADS = ("cosine", "underflow", "subnormal", "overflow", "largest", "of limit")
+_ROUTES = {"scope": "layers that obey it", "autocast": "autocast", "as written": "its own dtypes"}
+_WIDTH, _LONGEST = 120, 40  # of a table, and of the names in it
 
 
-def _table(comparison: Comparison) -> str:
-    """Returns the rows in columns, with the first jump and the notes above them."""
-    rows = comparison.rows
-    width = max([24, *(len(_name(row)) for row in rows)])
-    how = {"scope": "layers that obey it", "autocast": "autocast", "as written": "its own dtypes"}[
-        comparison.route
-    ]
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.2e}"
+
+
+def _share(share: float) -> str:
+    if not math.isfinite(share):
+        return str(share)
+    return "0" if share == 0 else f"{share:.2%}" if share >= 1e-4 else "<0.01%"
+
+
+# heading, attribute and form
+_FIGURES = (
+    ("error", "error", _number),
+    ("rms", "rms", _number),
+    ("cosine", "cosine", "{:.6f}".format),
+    ("underflow", "underflow", _share),
+    ("subnormal", "subnormal", _share),
+    ("overflow", "overflow", _share),
+    ("largest", "largest", _number),
+    ("of limit", "headroom", _share),
+)
+
+
+def _text(comparison: Comparison) -> str:
+    """Returns the tables, with the first jump and the notes above them."""
     policy = f" under {comparison.policy}" if comparison.policy else ""
-    heads = ("error", *["rms"][: bool(comparison.beside)], *_HEADS)
+    reference = comparison.beside or "float32"
     lines = [
-        f"{comparison.name or 'function'}{policy} (by {how}) against "
-        f"{comparison.beside or 'float32'}",
+        f"{comparison.name or 'function'}{policy} (by {_ROUTES[comparison.route]}) against "
+        f"{reference}",
         f"The error jumps {_jump(comparison)}.",
         *comparison.notes,
     ]
-    for kind, title in _TITLES.items():
-        of_kind = [row for row in rows if row.kind == kind]
-        if of_kind:
-            lines += ["", f"{title:<{width}}" + "".join(f"{head:>11}" for head in heads)]
-            lines += [_line(row, width, "rms" in heads) for row in of_kind]
-    return "\n".join([*lines, *_codes(comparison.codes)])
+    tables = [_table(kind, comparison) for kind in _TITLES if comparison._of(kind)]
+    tables += [_codes(comparison.codes)] if comparison.codes else []
+    return "\n".join([*lines, *(f"\n{table}" for table in tables)])
 
 
-def _codes(codes: Sequence[OperandCodes]) -> Iterable[str]:
-    """Yields the table of operands in 8 bits."""
-    if not codes:
-        return
-    width = max(24, *(len(one.path) for one in codes))
-    heads = f"{'operand':>11}{'dtype':>15}{'saturated':>11}{'underflow':>11}"
-    yield from ("", f"{'operands in 8 bits':<{width}}{heads}")
-    for one in codes:
-        shares = f"{_share(one.saturated):>11}{_share(one.underflow):>11}"
-        path = one.path or OUTSIDE
-        yield f"{path:<{width}}{one.operand:>11}{one.dtype:>15}{shares}"
+def _table(kind: RowKind, comparison: Comparison) -> Table:
+    rows = comparison._of(kind)
+    is_discrete_row = [is_discrete(np.dtype(row.dtype)) for row in rows]
+
+    def values(head: str, name: str) -> list[float | None]:
+        pairs = zip(rows, is_discrete_row, strict=True)
+        return [getattr(row, name) if head == "error" or not one else None for row, one in pairs]
+
+    columns = [
+        Column(head, values(head, name), form, unknown="")
+        for head, name, form in _FIGURES
+        if head != "rms" or comparison.beside
+    ]
+    columns.append(Column("", list(map(_remark, rows)), side="<"))
+    names = [row.path or ("(result)" if kind == "output" else OUTSIDE) for row in rows]
+    return Table(_TITLES[kind], names, columns, _WIDTH, longest=_LONGEST)
+
+
+def _codes(codes: Sequence[OperandCodes]) -> Table:
+    """Returns the table of operands in 8 bits."""
+    columns = [
+        Column("operand", [one.operand for one in codes], side="<"),
+        Column("dtype", [one.dtype for one in codes], side="<"),
+        Column("saturated", [one.saturated for one in codes], _share),
+        Column("underflow", [one.underflow for one in codes], _share),
+    ]
+    names = [one.path or OUTSIDE for one in codes]
+    return Table("operands in 8 bits", names, columns, _WIDTH, longest=_LONGEST)
 
 
 def _jump(comparison: Comparison) -> str:
@@ -276,39 +310,11 @@ def _jump(comparison: Comparison) -> str:
     return f"first at {path or OUTSIDE}{step}{made}"
 
 
-def _name(row: Row) -> str:
-    return row.path or ("(result)" if row.kind == "output" else OUTSIDE)
-
-
-def _line(row: Row, width: int, has_rms: bool) -> str:
-    mark = "  <- jumps" if row.is_jump else ""
+def _remark(row: Row) -> str:
+    found = ["<- jumps"] if row.is_jump else []
     if is_discrete(np.dtype(row.dtype)):
-        return (
-            f"{_name(row):<{width}}{_number(row.error):>11}  {_share(row.error)} of the "
-            f"{row.dtype} differ{mark}"
-        )
-    cells = (
-        _number(row.error),
-        *[_number(row.rms)][:has_rms],
-        f"{row.cosine:.6f}",
-        _share(row.underflow),
-        _share(row.subnormal),
-        _share(row.overflow),
-        _number(row.largest),
-        _share(row.headroom),
-    )
-    steps = ""
-    if row.steps:
+        found.append(f"{_share(row.error)} of the {row.dtype} differ")
+    elif row.steps:
         worst = np.asarray(row.steps).reshape(len(row.steps), -1).max(1).argmax()
-        steps = f"  worst in step {worst} of {len(row.steps)}"
-    return f"{_name(row):<{width}}" + "".join(f"{cell:>11}" for cell in cells) + mark + steps
-
-
-def _number(value: float) -> str:
-    return "0" if value == 0 else f"{value:.2e}"
-
-
-def _share(share: float) -> str:
-    if not math.isfinite(share):
-        return str(share)
-    return "0" if share == 0 else f"{share:.2%}" if share >= 1e-4 else "<0.01%"
+        found.append(f"worst in step {worst} of {len(row.steps)}")
+    return "  ".join(found)

@@ -60,41 +60,44 @@ class Beside(NamedTuple):
 
     log: Log
     numbers: dict[int, Any]
-    alone: tuple[list[ModulePass], list[ModulePass]] = ([], [])
+    alone: tuple[list[ModulePass], list[ModulePass]]
+
+    def errs(self, one: Measurement) -> bool:
+        """Returns whether a value differs from its partner."""
+        return bool(self.numbers[one.key][..., 0].any())
 
 
 def beside_itself(ours: Recording, theirs: Recording) -> Beside:
-    """Pairs the values of a program with those of the same equations in a run in float32.
+    """Pairs the values of a program with those of its run in float32, and measures each pair.
 
     Values in branches are left out where float32 takes other branches, and integers that only pass
     through where they are equal.
     """
-    notes, others = ours.notes, theirs.notes
+    found, notes, others = beside_each_other(ours, theirs), ours.notes, theirs.notes
     keys = {key for one in ours.values for key in one.branches}
     same = {key for key in keys if np.array_equal(notes[key], others[key])}
-    partners = {one.key: one for one in theirs.values}
-    pairs = [Pair(one, partners[one.key]) for one in ours.values if same.issuperset(one.branches)]
-    numbers = dict(
-        zip((pair.ours.key for pair in pairs), _numbers(pairs, ours, theirs), strict=True)
-    )
     kept = [
         one
-        for one in ours.log.measurements
-        if one.key in numbers
-        and (one.output is not None or not is_discrete(one.dtype) or numbers[one.key][..., 0].any())
+        for one in found.log.measurements
+        if same.issuperset(one.branches)
+        and (one.output is not None or not is_discrete(one.dtype) or found.errs(one))
     ]
-    return Beside(dataclasses.replace(ours.log, measurements=kept), numbers)
+    return found._replace(log=dataclasses.replace(found.log, measurements=kept))
 
 
 def beside_each_other(ours: Recording, theirs: Recording) -> Beside:
-    """Pairs the values of two programs by module, and measures each pair."""
+    """Pairs the values of two programs by module, and measures each pair on the first's devices."""
     pairs = list(_pairs(ours, theirs))
-    numbers = _numbers(pairs, ours, theirs)
+    numbers = jax.device_get([_of_pair(pair, ours, theirs) for pair in pairs])
     kept = {pair.ours.key: _common(pair, ours, theirs) for pair in pairs}
-    log = Log(ours.log.places, [kept[one.key] for one in ours.log.measurements if one.key in kept])
+    measurements = [kept[one.key] for one in ours.log.measurements if one.key in kept]
     shown = {name for one in kept.values() for name in ours.left(one)}
     alone = [[p for p in each.places if each.name_of(p) not in shown] for each in (ours, theirs)]
-    return Beside(log, dict(zip(kept, numbers, strict=True)), (alone[0], alone[1]))
+    return Beside(
+        dataclasses.replace(ours.log, measurements=measurements),
+        dict(zip(kept, numbers, strict=True)),
+        (alone[0], alone[1]),
+    )
 
 
 def _common(pair: Pair, ours: Recording, theirs: Recording) -> Measurement:
@@ -105,11 +108,6 @@ def _common(pair: Pair, ours: Recording, theirs: Recording) -> Measurement:
         for places in (pair.ours.left, pair.ours.returned)
     )
     return dataclasses.replace(pair.ours, left=left, returned=returned)
-
-
-def _numbers(pairs: Sequence[Pair], ours: Recording, theirs: Recording) -> list[Any]:
-    """Measures each pair, on the first program's devices."""
-    return jax.device_get([_of_pair(pair, ours, theirs) for pair in pairs])
 
 
 def _of_pair(pair: Pair, ours: Recording, theirs: Recording) -> Any:

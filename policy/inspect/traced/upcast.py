@@ -23,7 +23,7 @@ from policy.programs.jaxprs import (
     opened,
     programs_of,
 )
-from policy.programs.primitives import EXACT, HOST, MATMULS, READS_BITS, STATES_BITS
+from policy.programs.primitives import HOST, MATMULS, READS_BITS
 from policy.programs.rewriting.interpreter import handler_of
 
 
@@ -172,27 +172,3 @@ def dtypes_of(jaxpr: OpenJaxpr) -> list[Any]:
         for program in programs_of(equation):
             inner += dtypes_of(program)
     return [dtype for dtype in map(dtype_of, variables) if dtype is not None] + inner
-
-
-def rounds(equation: Equation) -> bool:
-    """Returns whether an equation without programs gives another result in float32."""
-    if not any(holds_half(atom.aval) for atom in (*equation.invars, *equation.outvars)):
-        algorithm = str(equation.params.get("precision")).lower()
-        return "f16" in algorithm or "float16" in algorithm  # multiplies float32 in half
-    name = equation.primitive.name
-    if name in HOST or name in EXACT:
-        return False
-    if name == "convert_element_type":
-        return not _widens(dtype_of(equation.invars[0]), equation.params["new_dtype"])
-    return name not in STATES_BITS
-
-
-def _widens(source: Any, target: Any) -> bool:
-    if source == np.bool_ or not jnp.issubdtype(target, jnp.floating):
-        return True
-    if not jnp.issubdtype(source, jnp.floating):
-        return False
-    narrow, wide = jnp.finfo(source), jnp.finfo(target)
-    return bool(
-        narrow.nmant <= wide.nmant and narrow.maxexp <= wide.maxexp and narrow.minexp >= wide.minexp
-    )

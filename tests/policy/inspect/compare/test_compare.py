@@ -462,6 +462,22 @@ def test_a_model_that_carries_a_policy_is_compared_under_it_or_not_at_all(api: s
     found = compare(*given, policy="p=f32,c=bf16,o=bf16")
     assert found.policy == carried and "under mixed_bfloat16" in str(found)
     assert found.error == compare(*given).error > 1e-3
+    rules = {"bias": "float32"}
+    if api == "nnx":  # it looks up no rules, so a report with them in its head would be a false one
+        with pytest.raises(ValueError, match=r"rules= changes nothing here: .* 'mixed_bfloat16'"):
+            compare(*given, policy=carried, rules=rules)
+
+
+@pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
+def test_the_head_names_the_policies_of_all_models_that_carry_one() -> None:
+    x = normal(4, 8)
+    first, second = (
+        nnx.Linear(8, 4, rngs=nnx.Rngs(0), dtype_policy=carried)
+        for carried in ("mixed_float16", "mixed_bfloat16")
+    )
+    both = lambda first, second, x: first(x) + second(x)  # noqa: E731
+    found = compare(both, first, second, x, policy="mixed_float16")
+    assert found.policy == "mixed_bfloat16 and mixed_float16"
 
 
 class Blocks(nn.Module):
