@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -61,16 +60,13 @@ def first_that_runs(choices: Choices, run: Callable[[PolicyRules], T]) -> tuple[
 
 
 def _error(trial: Trial, wide: WideModules, rules: PolicyRules) -> float:
-    program, arrays = trial.program, trial.program.arguments.arrays
-    if program.route == "as written" and trial.ported is None:
-        flags = trial.flags(wide, promotes=False)
-        native = functools.partial(trial.emulated, is_native=True)
-        outputs = program.compiled(native, flags)(flags, *arrays)
-    else:
-        under = _under(trial, rules)
-        run = jex_core.jaxpr_as_fun(under.jaxpr)
-        floats = lambda *arrays: compared_floats(program, run(*arrays))  # noqa: E731
-        outputs = program.compiled(floats)(*arrays)
+    program = trial.program
+    if program.route == "as written" and trial.ported is None:  # nothing applies rules
+        return trial.measure(wide, promotes=False)
+    under = _under(trial, rules)
+    run = jex_core.jaxpr_as_fun(under.jaxpr)
+    floats = lambda *arrays: compared_floats(program, run(*arrays))  # noqa: E731
+    outputs = program.compiled(floats)(*program.arguments.arrays)
     return trial.error(jax.device_get(outputs))
 
 
@@ -82,9 +78,8 @@ def _under(trial: Trial, rules: PolicyRules) -> Program:
 
 def confirmed(
     trial: Trial, search: Search, budget: float
-) -> tuple[WideModules, PolicyRules, float, int]:
-    """Returns the candidates, the rules and the error of a set whose rules met the budget in a run,
-    and the number of such runs.
+) -> tuple[WideModules, PolicyRules, float]:
+    """Returns the candidates, the rules and the error of a set whose rules met the budget in a run.
 
     Raises:
       ValueError: no rules meet the budget.
@@ -95,9 +90,9 @@ def confirmed(
         rules[wide], found = applied(trial, wide, rules_for(trial, wide))
         return found
 
-    wide, found, attempts = search.confirmed(budget, error)
+    wide, found = search.confirmed(budget, error)
     if found <= budget:
-        return wide, rules[wide], found, attempts
+        return wide, rules[wide], found
     outside = ", from operations outside of any module" if trial.outside else ""
     raise ValueError(
         f"No rules meet an error of {budget:.3g}: with every path in float32 it is {found:.3g}"
@@ -112,7 +107,6 @@ def suggestion_of(
     rules: PolicyRules,
     budget: float,
     error: float,
-    confirmations: int,
 ) -> Suggestion:
     """Returns the suggestion of a set of candidates, whose rules have an error when applied."""
     alone = search.alone or [math.nan] * len(trial.paths)
@@ -126,12 +120,10 @@ def suggestion_of(
         "" if trial.policy is None else short_text(trial.policy),
         budget,
         error,
-        search.known.get(wide, math.nan),
         search.known.get(frozenset(), math.nan),
         tuple(evidence),
         "gradients" if trial.program.gradients else "outputs",
         trial.program.route,
         trial.runs,
-        1 + confirmations,
         notes=tuple(filter(None, [trial.program.note_on_draws()])),
     )

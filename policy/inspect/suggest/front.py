@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from policy.core.rules import PolicyRules
-from policy.inspect.estimate.rows import Point, is_beaten
+from policy.inspect.estimate.rows import Point, PolicyCost, is_beaten
+from policy.inspect.render.table import Column, Table
 from policy.inspect.suggest.patterns import code_of
 
 
@@ -15,11 +17,13 @@ from policy.inspect.suggest.patterns import code_of
 class FrontPoint:
     """Error and cost of a policy with one set of rules, on a target.
 
-    >>> from policy import PolicyRules
+    >>> import jax, jax.numpy as jnp
+    >>> import policy
     >>> from policy.inspect.suggest.front import FrontPoint
-    >>> rules = PolicyRules({"head": "float32"})
-    >>> point = FrontPoint(rules, ("head",), error=0.01, cycles=1500.0, seconds=1e-6, exchange=0.0)
-    >>> print(point.code())
+    >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    >>> cost = policy.estimate(jnp.matmul, x, x, policies=["float32"], on="cpu")["float32"]
+    >>> rules = policy.PolicyRules({"head": "float32"})
+    >>> print(FrontPoint(rules, ("head",), 0.01, cost).code())
     rules = PolicyRules([
         ("head", "float32"),
     ])
@@ -28,45 +32,36 @@ class FrontPoint:
       rules: to use with the policy.
       paths: the paths that are kept in float32.
       error: relative to float32.
-      cycles: the compiler's estimate; None where it gives none, or where the program doesn't fit.
-      seconds: of the kernels, and of the exchanges where those are known; None where the program
-        doesn't fit.
-      exchange: seconds of the exchanges among them; None where the bandwidth of the links is not
-        published.
-      missing: bytes of a device's memory that the program lacks; 0 if it fits.
+      cost: of the program on the target; see `policy.inspect.PolicyCost`.
       is_emulated: whether the error is that of the program with flags, not of a run in which the
         rules are applied.
-      is_lower_bound: whether `seconds` leaves something out: exchanges, or kernels without an
-        estimate.
     """
 
     rules: PolicyRules
     paths: tuple[str, ...]
     error: float
-    cycles: float | None
-    seconds: float | None
-    exchange: float | None
-    missing: int = 0
+    cost: PolicyCost
     is_emulated: bool = True
-    is_lower_bound: bool = False
 
     def code(self) -> str:
         """Returns the rules as Python code to paste."""
         return f"rules = {code_of(self.rules)}"
 
     @property
-    def fits(self) -> bool:
-        """True if the program fits into a device's memory, so that its time is known."""
-        return self.seconds is not None and not self.missing
+    def seconds(self) -> float:
+        """Seconds of a step by the target's compiler; infinite where the program doesn't fit."""
+        fits, seconds = self.cost.fits is not False, self.cost.seconds
+        return math.inf if seconds is None or not fits else seconds
+
+    @property
+    def missing(self) -> int:
+        """Bytes of a device's memory that the program lacks; 0 if it fits."""
+        return 0 if self.cost.fits is not False else max(-(self.cost.spare or 0), 1)
 
     @property
     def place(self) -> Point:
-        """Its cost and error."""
-        return (self.seconds or 0.0, self.error) if self.fits else (math.inf, math.inf)
-
-    def is_beaten_by(self, other: FrontPoint) -> bool:
-        """Returns whether another point is better in error or in cost, and worse in neither."""
-        return is_beaten(self.place, [other.place])
+        """Its cost and error; infinite where the program doesn't fit."""
+        return self.seconds, self.error if math.isfinite(self.seconds) else math.inf
 
 
 def unbeaten(points: Iterable[FrontPoint]) -> tuple[FrontPoint, ...]:
@@ -76,7 +71,7 @@ def unbeaten(points: Iterable[FrontPoint]) -> tuple[FrontPoint, ...]:
     """
     first: dict[Point, FrontPoint] = {}
     for point in points:
-        if point.fits:
+        if math.isfinite(point.seconds):
             first.setdefault(point.place, point)
     return tuple(first[place] for place in sorted(first) if not is_beaten(place, first))
 
@@ -99,38 +94,44 @@ def front_lines(
       of: the number of paths that could be kept in float32.
     """
     front = unbeaten(points)
-    least = min((point.seconds or 0.0 for point in points if point.fits), default=0.0)
-    lines = [
-        f"# on {target}, by {timing}:",
-        f"# {'':>2} {'error':>9} {'cycles':>14} {'seconds':>10} {'of least':>9} {'float32':>9}",
+    rows = [*front, *(point for point in points if point not in front)]
+    least = min((point.seconds for point in front), default=0.0)
+    seconds = [one.seconds if math.isfinite(one.seconds) else None for one in rows]
+    columns = [
+        Column("error", [f"{'~' * one.is_emulated}{one.error:.3g}" for one in rows]),
+        Column("cycles", [one.cost.cycles for one in rows], "{:,.0f}".format),
+        Column(
+            "seconds",
+            seconds,
+            "{:.3g}".format,
+            marks=[">" * one.cost.is_lower_bound for one in rows],
+        ),
+        Column("of least", [one and least and one / least for one in seconds], "{:.3f}".format),
+        Column("float32", [f"{len(one.paths)} of {of}" for one in rows]),
+        Column("", [_remark(one, front, chosen) for one in rows], side="<"),
     ]
-    for place, point in enumerate(front):
-        said = "  chosen" if point == chosen else ""
-        lines.append(f"# {place:>2} {_figures(point, least, of)}{said}")
-    for point in points:
-        if point not in front:
-            lines.append(f"# {'':>2} {_figures(point, least, of)}  {_remark(point, front)}")
+    places = [str(i) for i in range(len(front))]
+    names = places + [""] * (len(rows) - len(front))
+    lines = [f"# on {target}, by {timing}:", commented(Table("", names, columns))]
     if any(point.is_emulated for point in points):
         lines.append("#    ~ measured during the search; other errors with the rules applied")
     lines += ["", "# rules of each point:"]
-    for i, point in enumerate(front):
+    for place, point in zip(places, front, strict=True):
         code = " ".join(line.strip() for line in code_of(point.rules).splitlines())
-        lines.append(f"# {i}: {code}")
+        lines.append(f"# {place}: {code}")
     return lines
 
 
-def _figures(point: FrontPoint, least: float, of: int) -> str:
-    error = f"{'~' if point.is_emulated else ''}{point.error:.3g}"
-    cycles = "-" if point.cycles is None else f"{point.cycles:,.0f}"
-    bound = ">" if point.is_lower_bound else ""
-    seconds = "-" if point.seconds is None else f"{bound}{point.seconds:.3g}"
-    ratio = f"{point.seconds / least:.3f}" if point.seconds is not None and least else "-"
-    kept = f"{len(point.paths)} of {of}"
-    return f"{error:>9} {cycles:>14} {seconds:>10} {ratio:>9} {kept:>9}"
+def commented(table: Table) -> str:
+    """Returns a table as a comment of Python code."""
+    return textwrap.indent(str(table), "#")
 
 
-def _remark(point: FrontPoint, front: Sequence[FrontPoint]) -> str:
-    if not point.fits:
+def _remark(point: FrontPoint, front: Sequence[FrontPoint], chosen: FrontPoint | None) -> str:
+    if point in front:
+        return "chosen" if point == chosen else ""
+    if not math.isfinite(point.seconds):
         return f"lacks {point.missing / 2**30:,.2f} GiB of memory"
-    better = next((i for i, other in enumerate(front) if point.is_beaten_by(other)), None)
-    return "no better than another" if better is None else f"beaten by {better}"
+    better = (i for i, other in enumerate(front) if is_beaten(point.place, [other.place]))
+    place = next(better, None)
+    return "no better than another" if place is None else f"beaten by {place}"

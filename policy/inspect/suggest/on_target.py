@@ -97,28 +97,22 @@ def suggestion_on(
     """
     search = trial.search(trial.costs)
     search.survey()
-    measured: dict[WideModules, float] = {}
-    confirmations = 0
+    asked: list[WideModules] = []
     if math.isfinite(budget):
-        wide, _, error, confirmations = confirmed(trial, search, budget)
-        measured[wide] = error
-    sets = front_sets(search.order(), count, measured)
+        asked.append(confirmed(trial, search, budget)[0])
+    sets = front_sets(search.order(), count, asked)
     search.runs = max(search.runs, len(sets))
-    points = {
-        wide: _point(trial, search, wide, *compiled(wide), measured.get(wide)) for wide in sets
-    }
+    points = {wide: _point(trial, search, wide, *compiled(wide)) for wide in sets}
     chosen: WideModules | None = None
-    for wide, point in sorted(points.items(), key=lambda pair: _cost(pair[1])):
-        if not point.fits or point.error > budget or chosen is not None:
-            continue
-        if point.is_emulated:
-            confirmations += 1
+    for wide in sorted(points, key=lambda wide: points[wide].seconds):
+        point = points[wide]
+        if chosen is None and math.isfinite(point.seconds) and point.error <= budget:
             error = applied(trial, wide, [point.rules])[1]
             points[wide] = dataclasses.replace(point, error=error, is_emulated=False)
-        chosen = wide if points[wide].error <= budget else None
+            chosen = wide if error <= budget else None
     if chosen is None and math.isfinite(budget):
-        within = [point for point in points.values() if point.error <= budget]
-        missing = min((point.missing for point in within if not point.fits), default=0)
+        lacking = [point.missing for point in points.values() if point.error <= budget]
+        missing = min(filter(None, lacking), default=0)
         raise ValueError(
             f"No rules within an error of {budget:.3g} fit into the memory of {target.name}: at "
             f"least {missing / 2**30:.2f} GiB are missing. Spread the step with shardings=; "
@@ -126,41 +120,20 @@ def suggestion_on(
         )
     point = None if chosen is None else points[chosen]
     rules, error = (PolicyRules([]), math.nan) if point is None else (point.rules, point.error)
-    wide = chosen or frozenset()
     return dataclasses.replace(
-        suggestion_of(trial, search, wide, rules, budget, error, confirmations),
+        suggestion_of(trial, search, chosen or frozenset(), rules, budget, error),
         target=target.name,
         timing=target.timing,
-        points=tuple(sorted(points.values(), key=_cost)),
+        points=tuple(sorted(points.values(), key=lambda point: point.seconds)),
         chosen=point,
-        programs=len(points),
     )
 
 
 def _point(
-    trial: Trial,
-    search: Search,
-    wide: WideModules,
-    rules: PolicyRules,
-    row: CompiledRow,
-    measured: float | None,
+    trial: Trial, search: Search, wide: WideModules, rules: PolicyRules, row: CompiledRow
 ) -> FrontPoint:
-    cost = row.cost
-    return FrontPoint(
-        rules,
-        tuple(spelled(trial.paths[i]) for i in sorted(wide)),
-        (search.error(wide) or 0.0) if measured is None else measured,
-        None if cost.is_exhausted else cost.cycles,
-        None if cost.is_exhausted else cost.seconds,
-        cost.exchange_seconds,
-        0 if cost.fits is not False else max(-(cost.spare or 0), 1),
-        measured is None,
-        cost.is_lower_bound,
-    )
-
-
-def _cost(point: FrontPoint) -> float:
-    return math.inf if point.seconds is None else point.seconds
+    paths = tuple(spelled(trial.paths[i]) for i in sorted(wide))
+    return FrontPoint(rules, paths, search.error(wide) or 0.0, row.cost)
 
 
 def front_sets(

@@ -137,8 +137,8 @@ class Search:
 
     def confirmed(
         self, budget: float, applied: Callable[[WideModules], float]
-    ) -> tuple[WideModules, float, int]:
-        """Returns a set that meets the budget when it is applied, its error, and the attempts.
+    ) -> tuple[WideModules, float]:
+        """Returns a set that meets the budget when it is applied, and its error.
 
         After a miss the next set is chosen, for a budget reduced by the factor by which the
         measurements were too small. The last set tried has all candidates in float32; its error may
@@ -154,7 +154,7 @@ class Search:
             wide = self.every if wide is None else wide
             error = applied(wide)
             if error <= budget or wide == self.every:
-                return wide, error, attempt
+                return wide, error
             self.rejected.add(wide)
             if attempt > (2 if len(self.costs) <= FEW else 0):
                 measured = self.known.get(wide, error)

@@ -107,8 +107,8 @@ def suggest(
             compiled = row_compiler(trial, on, made, policy, backward, params, mesh, shardings)
             return suggestion_on(trial, on, compiled, points, budget)
         search = trial.search(trial.costs)
-        wide, rules, measured, attempts = confirmed(trial, search, budget)
-        return suggestion_of(trial, search, wide, rules, budget, measured, attempts)
+        wide, rules, measured = confirmed(trial, search, budget)
+        return suggestion_of(trial, search, wide, rules, budget, measured)
 
 
 def _trial(call: Call, made: tuple[Any, Any, Any], policy: Policy | None, params: Any) -> Trial:

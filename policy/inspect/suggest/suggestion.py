@@ -6,7 +6,8 @@ import dataclasses
 import math
 
 from policy.core.rules import PolicyRules
-from policy.inspect.suggest.front import FrontPoint, front_lines, unbeaten
+from policy.inspect.render.table import Column, Table
+from policy.inspect.suggest.front import FrontPoint, commented, front_lines, unbeaten
 from policy.inspect.suggest.patterns import code_of
 
 
@@ -39,7 +40,7 @@ class Suggestion:
     >>> from policy import PolicyRules
     >>> from policy.inspect.suggest.suggestion import Suggestion
     >>> rules = PolicyRules({"head": "float32"})
-    >>> print(Suggestion(rules, "mixed_float16", 0.1, 0.01, 0.01, 1.0, ()).code())
+    >>> print(Suggestion(rules, "mixed_float16", 0.1, 0.01, 1.0, ()).code())
     rules = PolicyRules([
         ("head", "float32"),
     ])
@@ -50,20 +51,18 @@ class Suggestion:
         carries; "" if the function is half precision by dtypes of its own.
       budget: the requested error; infinite if none was given.
       error: the measured error with the rules applied.
-      emulated: the predicted error with the rules.
       without: the predicted error without rules.
       evidence: for each path, the most sensitive first.
       of: "outputs" or "gradients".
       route: the way the rules are applied: "scope" by layers that obey it, "autocast", or "as
         written".
-      runs, compilations: the numbers of runs and compilations used.
+      runs: the number of runs of the search.
       target: the devices that `points` are about; "" if `suggest` was given none.
       timing: the source of their seconds: "the compiler's cycles" or "a roofline of published
         peaks".
       points: the sets of rules that were compiled for the target, with their errors and costs.
       chosen: the one of them that has `rules`, the cheapest that fits and meets the budget; None if
         none fits.
-      programs: the number of programs compiled for the target.
       notes: further information, in sentences.
     """
 
@@ -71,18 +70,15 @@ class Suggestion:
     policy: str
     budget: float
     error: float
-    emulated: float
     without: float
     evidence: tuple[Evidence, ...]
     of: str = "outputs"
     route: str = "autocast"
     runs: int = 0
-    compilations: int = 0
     target: str = ""
     timing: str = ""
     points: tuple[FrontPoint, ...] = ()
     chosen: FrontPoint | None = None
-    programs: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -109,9 +105,8 @@ class Suggestion:
         }[self.route]
         if not self.policy:
             how = "apply_policy(model, ..., rules), or the layers' own dtype arguments"
-        head = self._headline()
         lines = [
-            head,
+            self._headline(),
             *(f"# {note}" for note in self.notes),
             "from policy import PolicyRules",
             "",
@@ -123,12 +118,16 @@ class Suggestion:
             count = len(self.evidence)
             lines += front_lines(self.points, self.chosen, self.target, self.timing, count)
             lines.append("")
-        lines.append(f"# {'path':<50} {'error, alone in half':>20} {'cost':>8}")
-        for one in self.evidence:
-            alone = "-" if math.isnan(one.alone) else f"{one.alone:.3g}"
-            kept = "  kept in float32" if one.keeps else ""
-            lines.append(f"# {one.path:<50} {alone:>20} {one.cost / 2:>8.2%}{kept}")
-        return "\n".join(lines)
+        return "\n".join([*lines, commented(self._table())])
+
+    def _table(self) -> Table:
+        alone = [None if math.isnan(one.alone) else one.alone for one in self.evidence]
+        columns = [
+            Column("error, alone in half", alone, "{:.3g}".format),
+            Column("cost", [one.cost / 2 for one in self.evidence], "{:.2%}".format),
+            Column("", ["kept in float32" * one.keeps for one in self.evidence], side="<"),
+        ]
+        return Table("path", [one.path for one in self.evidence], columns, longest=50)
 
     def _headline(self) -> str:
         if math.isfinite(self.budget):

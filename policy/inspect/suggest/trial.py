@@ -74,11 +74,10 @@ class Trial:
         chosen[[i + 1 for i in wide]] = True
         return Flags(chosen, np.array(promotes))
 
-    def emulated(self, flags: Any, *arrays: Any, is_native: bool = False) -> list[Any]:
+    def emulated(self, flags: Any, *arrays: Any) -> list[Any]:
         """Returns the measured arrays of the program with its flags; see `Emulated`."""
         body, consts = opened(self.program.jaxpr)
-        reference = self.program.reference
-        emulated = Emulated(flags, self.candidates, reference, is_native)
+        emulated = Emulated(flags, self.candidates, self.program.reference)
         given = [[PlacedValue([widen(array)]) for array in each] for each in (consts, arrays)]
         outputs = emulated.run(body, *given)
         return compared_floats(self.program, [output.arrays[0] for output in outputs])
@@ -98,14 +97,13 @@ class Trial:
             search.known[search.every] = 0.0
         return search
 
-    def measure(self, wide: WideModules) -> float:
+    def measure(self, wide: Iterable[int], promotes: bool = True) -> float:
         """Returns the error with some candidates in float32."""
-        return self.error(self._outputs(self.flags(wide)))
+        return self.error(self._outputs(self.flags(wide, promotes)))
 
     def measure_alone(self, i: int) -> float:
         """Returns the error with one candidate in half precision, without promotion."""
-        others = set(range(len(self.paths))) - {i}
-        return self.error(self._outputs(self.flags(others, promotes=False)))
+        return self.measure(set(range(len(self.paths))) - {i}, promotes=False)
 
     def error(self, outputs: Sequence[Any]) -> float:
         """Returns the error of the worst output, or of all gradients together.
@@ -219,7 +217,6 @@ class Emulated(Upcast):
     Attributes:
       flags: the parts in float32.
       candidates: the index of each path in the flags.
-      is_native: whether half precision runs in its own dtype instead of rounded float32.
     """
 
     def __init__(
@@ -227,10 +224,9 @@ class Emulated(Upcast):
         flags: Flags,
         candidates: Mapping[Path, int],
         reference: Reference = NO_REFERENCE,
-        is_native: bool = False,
     ):
         super().__init__(reference=reference)
-        self.flags, self.candidates, self.is_native = flags, candidates, is_native
+        self.flags, self.candidates = flags, candidates
 
     def evaluated(self, equation: Equation, values: Sequence[PlacedValue]) -> list[PlacedValue]:
         atoms = (*equation.invars, *equation.outvars)
@@ -246,7 +242,7 @@ class Emulated(Upcast):
             arrays = [rounded(a, d, stays) for a, d in zip(arrays, dtypes, strict=True)]
         outputs = bound_wide(equation, arrays)
         # Some backends sum these in half precision, unlike a float32 sum that is rounded.
-        if self.is_native or name in ACCUMULATES:
+        if name in ACCUMULATES:
             narrow = bind(equation, [narrowed(a, d) for a, d in zip(arrays, dtypes, strict=True)])
             both = zip(outputs, map(widen, narrow), strict=True)
             outputs = [jnp.where(is_wide, wide, narrow) for wide, narrow in both]

@@ -18,6 +18,7 @@ from policy import PolicyRules, autocast
 from policy.core.policy import get_policy
 from policy.inspect.estimate import costing
 from policy.inspect.estimate.costing import CompiledStep
+from policy.inspect.estimate.rows import PolicyCost
 from policy.inspect.estimate.steps import Step
 from policy.inspect.estimate.targets import CHIPS, Target
 from policy.inspect.hlo.memory import MemoryUse
@@ -149,7 +150,7 @@ def on(target: Any = None, *args: Any, **options: Any) -> Any:
 def test_a_budget_chooses_the_cheapest_point_that_meets_it_and_few_programs_are_compiled(compiler):
     args = arguments()
     found = on(None, *args)
-    assert len(compiler.texts) == found.programs == len(found.points) <= 5
+    assert len(compiler.texts) == len(found.points) <= 5
     assert found.chosen is not None and found.chosen.rules == found.rules
     assert found.error == found.chosen.error <= found.budget < found.without
     assert found.paths == ("second",) and not found.chosen.is_emulated
@@ -163,8 +164,8 @@ def test_a_budget_chooses_the_cheapest_point_that_meets_it_and_few_programs_are_
 @pytest.mark.slow
 def test_without_a_budget_the_rules_are_those_of_the_cheapest_point_and_each_has_code(compiler):
     found = on(error=None, points=4)
-    assert len(compiler.texts) == found.programs <= 4 and found.budget == math.inf
-    assert found.rules == found.front[0].rules and found.compilations == 2
+    assert len(compiler.texts) == len(found.points) <= 4 and found.budget == math.inf
+    assert found.rules == found.front[0].rules
     for place, point in enumerate(found.front):
         scope: dict[str, Any] = {"PolicyRules": PolicyRules}
         exec(point.code(), scope)
@@ -172,7 +173,7 @@ def test_without_a_budget_the_rules_are_those_of_the_cheapest_point_and_each_has
     times = [point.seconds for point in found.front]
     errors = [point.error for point in found.front]
     assert len(times) > 2 and times == sorted(times) and errors == sorted(errors, reverse=True)
-    assert all(point.cycles == pytest.approx(point.seconds * 1.5e9) for point in found.front)
+    assert all(point.cost.cycles == pytest.approx(point.seconds * 1.5e9) for point in found.front)
     assert [len(found.front[end].paths) for end in (0, -1)] == [0, 3]
 
 
@@ -199,8 +200,12 @@ def test_a_program_without_memory_is_a_point_with_what_it_lacks_and_is_not_chose
 def test_where_float32_does_not_compile_for_memory_the_others_are_ranked_and_chosen(compiler):
     compiler.wide_memory, compiler.exhausts = 2**35, True
     found = on(error=0.05)
-    (exhausted,) = (point for point in found.points if not point.fits)
-    assert len(exhausted.paths) == 3 and exhausted.seconds is None and exhausted.cycles is None
+    (exhausted,) = (point for point in found.points if point.missing)
+    assert (
+        len(exhausted.paths) == 3
+        and exhausted.seconds == math.inf
+        and exhausted.cost.cycles is None
+    )
     assert exhausted.missing == 2**35 - int(15.75 * 2**30)
     assert found.paths == ("second",) and found.error <= 0.05 < found.without
     with pytest.raises(ValueError, match=r"within an error of 0\.0001 fit into the memory"):
@@ -317,9 +322,9 @@ def test_a_policys_text_means_the_targets_dtypes() -> None:
 @pytest.mark.parametrize("name", ["v5e:1x1", "h100"])
 def test_the_front_is_by_a_real_targets_compiler(name: str, programs: list[str]) -> None:
     found = on(target(name), *arguments(2048, 256), error=None, points=3)
-    assert len(programs) == 3 == found.programs
+    assert len(programs) == 3 == len(found.points)
     by_kept = {len(point.paths): point for point in found.points}
-    assert (by_kept[0].cycles is not None) == (name == "v5e:1x1")
+    assert (by_kept[0].cost.cycles is not None) == (name == "v5e:1x1")
     assert by_kept[3].seconds > by_kept[0].seconds, "float32 products take several passes"
     costs = {one.path: one.cost for one in found.evidence}
     assert max(costs, key=lambda path: costs[path]) == "third"
@@ -331,41 +336,50 @@ def test_a_step_is_spread_over_the_devices_of_a_target(programs: list[str]) -> N
     specs = ({"first": None, "second": None, "third": None}, PartitionSpec("data"))
     found = on(target("v5e:2x2"), error=None, points=3, shardings=specs)
     assert len(programs) == 3 and all("num_partitions=4" in text for text in programs)
-    assert all(point.exchange is not None for point in found.points)
+    assert all(point.cost.exchange_seconds is not None for point in found.points)
 
 
 # --- The front of error against cost ------------------------------------------------------------
 
 
-def point(error: float, seconds: float | None, **options: Any) -> FrontPoint:
+def point(
+    error: float,
+    seconds: float | None,
+    *,
+    missing: int = 0,
+    uncounted: tuple[str, ...] = (),
+    is_emulated: bool = True,
+) -> FrontPoint:
+    """Returns a point of a program that takes some seconds, and lacks `missing` bytes of memory."""
     rules = PolicyRules({f"layer_{error}".replace(".", "_"): "float32"})
-    return FrontPoint(rules, ("layer",), error, None, seconds, 0.0, **options)
+    memory, capacity = 2**31 + missing, 2**31
+    cost = PolicyCost("row", "", "scope", memory, capacity, 0, 0, 0, 0, {}, {}, uncounted=uncounted)
+    cost = dataclasses.replace(cost, compute_seconds=seconds)
+    return FrontPoint(rules, ("layer",), error, cost, is_emulated)
 
 
 def test_the_front_has_what_nothing_beats_in_both_the_cheapest_first():
     few, some, every = point(0.1, 1.0), point(0.01, 2.0), point(0.0, 3.0)
     dear, worse = point(0.01, 2.5), point(0.2, 1.0)
     assert unbeaten([every, worse, dear, few, some]) == (few, some, every)
-    assert dear.is_beaten_by(some) and not some.is_beaten_by(dear)
-    assert not few.is_beaten_by(few)
 
 
 def test_of_points_alike_the_first_stays_and_none_that_does_not_fit():
     first, second = point(0.1, 1.0), point(0.1, 1.0, is_emulated=False)
     lacking, exhausted = point(0.001, 0.5, missing=2**30), point(0.001, None, missing=2**30)
     assert unbeaten([lacking, exhausted, first, second]) == (first,)
-    assert lacking.is_beaten_by(first) and not first.is_beaten_by(lacking)
 
 
 def test_the_table_says_who_is_chosen_beaten_and_lacks_memory():
     chosen = point(0.1, 1.0, is_emulated=False)
-    other = point(0.01, 2.0, is_lower_bound=True)
+    other = point(0.01, 2.0, uncounted=("exchanges",))
     beaten, lacking = point(0.02, 3.0), point(0.0, None, missing=3 * 2**29)
     lines = front_lines([chosen, other, beaten, lacking], chosen, "v5e", "cycles", 4)
     text = "\n".join(lines)
+    lines = text.splitlines()
     assert lines[0] == "# on v5e, by cycles:"
-    assert lines[2].split() == ["#", "0", "0.1", "-", "1", "1.000", "1", "of", "4", "chosen"]
-    assert lines[3].split()[:5] == ["#", "1", "~0.01", "-", ">2"]
+    assert lines[2].split() == ["#", "0", "0.1", "—", "1", "1.000", "1", "of", "4", "chosen"]
+    assert lines[3].split()[:6] == ["#", "1", "~0.01", "—", ">", "2"]
     assert "beaten by 1" in lines[4] and "lacks 1.50 GiB of memory" in lines[5]
     assert '# 1: PolicyRules([ ("layer_0_01", "float32"), ])' in text
     assert not any(line and not line.startswith("#") for line in lines), "it is no code"
@@ -380,9 +394,9 @@ def test_the_sets_of_a_front_are_its_ends_those_asked_for_and_the_first_in_order
 
 
 def suggestion(points: tuple[FrontPoint, ...], budget: float = math.inf) -> Suggestion:
-    fits = bool(points and points[0].fits)
+    fits = bool(points and not points[0].missing)
     rules, error = (points[0].rules, points[0].error) if fits else (PolicyRules([]), math.nan)
-    found = Suggestion(rules, "mixed_bfloat16", budget, error, 0.1, 0.1, (), points=points)
+    found = Suggestion(rules, "mixed_bfloat16", budget, error, 0.1, (), points=points)
     chosen, timing = points[0] if fits else None, "the compiler's cycles"
     return dataclasses.replace(found, target="v5e:1x1", timing=timing, chosen=chosen)
 
