@@ -283,9 +283,13 @@ def _without_code(origin: Any) -> Any:
 
 
 def _is_infinite(value: PlacedValue) -> bool:
-    """Returns whether a value is a constant with infinities or NaN, or was moved from one."""
-    is_moved = value.origin is not None and value.origin.is_infinite
-    return is_moved or nonfinite.is_infinite_constant(value.arrays[0])
+    """Returns whether a value is a constant with infinities or NaN, or was moved from one.
+
+    A comparison with such a constant is none.
+    """
+    array = value.arrays[0]
+    is_moved = value.origin is not None and value.origin.is_infinite and is_measured(array.dtype)
+    return is_moved or nonfinite.is_infinite_constant(array)
 
 
 def is_measured(dtype: Any) -> bool:

@@ -150,8 +150,9 @@ class SnapshotRows(NamedTuple):
 def first_of(facts: Mapping[str, Any], usual: Collection[Any] = ()) -> dict[str, Any] | None:
     """Returns the value of a step that is taken to be its first infinity or NaN; None without any.
 
-    It is a param, or else the first operation with finite operands, or else another argument of
-    the step, an operation with infinite operands that makes NaN, or an output.
+    It is a param, or else the first operation with finite operands, or else an input, an operation
+    with an infinite constant, other state, an operation with infinite operands that makes NaN, or
+    an output.
 
     Args:
       facts: the values of a step that are not finite, of its record.
@@ -160,10 +161,12 @@ def first_of(facts: Mapping[str, Any], usual: Collection[Any] = ()) -> dict[str,
     entered = [one for one in facts["entered"] if identity_of(one) not in usual]
     made = [one for one in facts["made"] if identity_of(one) not in usual]
     params = [one for one in entered if one["kind"] == "param"]
-    others = sorted(entered, key=lambda one: one["kind"] != "input")
-    fresh = [one for one in made if one["is_fresh"]]
+    inputs = [one for one in entered if one["kind"] == "input"]
+    with_constant = [one for one in made if one["is_fresh"] and " " in one["operation"]]
+    fresh = [one for one in made if one["is_fresh"] and one not in with_constant]
     outputs = [{"path": path, "kind": "output"} for path in facts["outputs"]]
-    found = next(iter([*params, *fresh, *others, *made, *outputs]), None)
+    order = [*params, *fresh, *inputs, *with_constant, *entered, *made, *outputs]
+    found = next(iter(order), None)
     if found is None or "operation" in found:
         return found and found | {"entered": None}
     what = {"direction": "forward", "line": "", "dtype": "", "value": "", "layer": None}

@@ -199,7 +199,7 @@ def _around(node: Node, itself: bool = False) -> Iterator[Any]:
 
 
 def is_lost(read: ArrayRead, before: Any, after: Any, update: Any) -> Any:
-    """Returns where an update is not 0, and what is stored of the param doesn't change.
+    """Returns where an update is finite and not 0, and what is stored of the param doesn't change.
 
     Args:
       read: the update.
@@ -219,7 +219,8 @@ def is_lost(read: ArrayRead, before: Any, after: Any, update: Any) -> Any:
         return [param, beside] if mode.stores else [param]
 
     same = [_bits(x) == _bits(y) for x, y in zip(stored(before), stored(after), strict=True)]
-    return functools.reduce(operator.and_, same, bits_of(update)[0] > 0)
+    is_some = (bits_of(update)[0] > 0) & jnp.isfinite(update)
+    return functools.reduce(operator.and_, same, is_some)
 
 
 def _bits(array: Any) -> Any:

@@ -62,6 +62,40 @@ def test_a_nan_gradient_under_a_finite_loss_is_named_at_its_step(inside):
     assert found.line.startswith("test_faults.py:")
 
 
+def test_of_two_models_in_a_step_an_infinite_input_is_the_cause_and_lost_updates_are_finite():
+    """A cross-entropy compares with constants of infinity, which it does not compute with."""
+    entropy = optax.sigmoid_binary_cross_entropy
+
+    def step(critic, maker, x):
+        def critic_loss(critic):
+            real, fake = x @ critic["w"], (x[::-1] * maker["w"]) @ critic["w"]
+            return jnp.mean(entropy(real, jnp.ones(8)) + entropy(fake, jnp.zeros(8)))
+
+        def maker_loss(maker):
+            return jnp.mean(entropy((x * maker["w"]) @ critic["w"], jnp.ones(8)))
+
+        losses, gradients = [], []
+        for loss_fn, params in ((critic_loss, critic), (maker_loss, maker)):
+            loss, gradient = jax.value_and_grad(loss_fn)(params)
+            losses.append(loss)
+            gradients.append(gradient)
+        new = [
+            jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient)
+            for params, gradient in zip((critic, maker), gradients, strict=True)
+        ]
+        return *new, losses
+
+    width = X.shape[1]
+    state = {"w": jnp.ones(width)}, {"w": jnp.ones(width)}
+    data = [x[:8] for x in with_bad(7, jnp.inf)]
+    records = records_of(step, state, data, every=5)
+    (found,) = advise(records)
+    assert (found.kind, found.path, found.step) == ("input-not-finite", "x", 7)
+    updates = [row for row in records[-1]["rows"] if row["kind"] == "update"]
+    assert {row["path"] for row in updates} == {"critic/w", "maker/w"}
+    assert all(row["numbers"]["nan"] == 1 and row["numbers"]["lost"] == 0 for row in updates)
+
+
 @pytest.mark.parametrize("constant", [np.float32(np.inf), np.array([1, np.inf], np.float32)])
 def test_a_loss_that_is_infinite_in_every_step_by_a_constant_is_named(constant):
     def loss_fn(params, x):
