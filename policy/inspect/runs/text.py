@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from policy.inspect.render.text import OUTSIDE, Paint, short
+from policy.inspect.render.table import Column, Table
+from policy.inspect.render.text import OUTSIDE, Paint, printable, short, wrapped
 from policy.inspect.runs.advice import Advice, RunRecord, advise
 from policy.programs.paths import folded
 
-_WIDTH = 100
 _ROWS = 12  # of the table
 _SHOWN = 1e-3  # the least share that is shown
 
@@ -24,15 +23,16 @@ def run_text(records: Sequence[RunRecord], name: str, *, color: bool = False) ->
       color: marks words by escape codes of terminals.
     """
     paint, advice = Paint(color), advise(records)
-    lines = [paint("bold", _printable(f"{name}: {summary(records, advice)}"))]
+    lines = [paint("bold", printable(f"{name}: {summary(records, advice)}"))]
     alike: dict[tuple[str, int, str], list[Advice]] = {}
     for one in advice:
         alike.setdefault((one.kind, one.step, one.line), []).append(one)
     for each in alike.values():
-        first, *rest = map(_printable, _of_kind(each))
-        lines += ["", paint("bad", each[0].kind) + first, *rest]
-    lines += ["", *map(_printable, _table(records))]
-    return "\n".join(line.rstrip() for line in lines).rstrip()
+        lines += ["", f"{paint('bad', each[0].kind)}  {printable(_place(each[0]))}"]
+        lines += wrapped(each[0].message, " " * 4, 4)
+        if others := folded(one.path for one in each[1:]):
+            lines += wrapped(f"also: {', '.join(others)}", " " * 4, 6)
+    return "\n".join([*lines, *_table(records[-1]["rows"] if records else (), color)])
 
 
 def summary(records: Sequence[RunRecord], advice: Sequence[Advice]) -> str:
@@ -57,42 +57,35 @@ def summary(records: Sequence[RunRecord], advice: Sequence[Advice]) -> str:
     return ", ".join(parts)
 
 
-def _printable(text: str) -> str:
-    """Returns a text without control characters, which a terminal would obey."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def _of_kind(advice: Sequence[Advice]) -> Iterator[str]:
-    """Yields the lines of advice on several modules alike, the first one without the kind."""
-    one = advice[0]
+def _place(one: Advice) -> str:
+    """Returns the module, layers, steps and line of advice."""
     parts = [one.path or OUTSIDE]
     if one.layers:
         numbers = ", ".join(folded(str(layer) for layer in one.layers))
         parts.append(f"layer{'s' if len(one.layers) > 1 else ''} {numbers}")
     until = f" to {one.until}" if one.until != one.step else ""
-    yield "  " + ", ".join(filter(None, (*parts, f"step {one.step}{until}", one.line)))
-    yield from textwrap.wrap(one.message, _WIDTH, initial_indent="    ", subsequent_indent="    ")
-    if others := folded(other.path for other in advice[1:]):
-        more = f"also: {', '.join(others)}"
-        yield from textwrap.wrap(
-            more, _WIDTH, initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False
-        )
+    return ", ".join(filter(None, (*parts, f"step {one.step}{until}", one.line)))
 
 
-def _table(records: Sequence[RunRecord]) -> Iterator[str]:
-    """Yields the rows of the last record that lose most."""
-    rows = [(_lost(row), row) for row in (records[-1]["rows"] if records else ())]
-    rows = sorted((one for one in rows if one[0] >= _SHOWN), key=lambda one: -one[0])
-    if not rows:
+def _table(rows: Sequence[Mapping[str, Any]], color: bool) -> Iterator[str]:
+    """Yields the table of those rows of a record that lose most."""
+    losing = sorted((row for row in rows if _lost(row) >= _SHOWN), key=_lost, reverse=True)
+    if not losing:
         return
-    width = max(len(row["path"] or OUTSIDE) for _, row in rows[:_ROWS])
-    yield f"{'last record':{width}}  {'':20}{'share lost':>10}{'largest':>11}"
-    for share, row in rows[:_ROWS]:
-        what = f"{row['kind']} {short(row['dtype'])}"
-        largest = max(map(float, _each(row["numbers"]["largest"])))
-        yield f"{row['path'] or OUTSIDE:{width}}  {what:20}{share:>10.2%}{largest:>11.3g}"
-    if len(rows) > _ROWS:
-        yield f"and {len(rows) - _ROWS} rows more"
+    shown = losing[:_ROWS]
+    columns = [
+        Column("", [f"{row['kind']} {short(row['dtype'])}" for row in shown], side="<"),
+        Column("share lost", list(map(_lost, shown)), "{:.2%}".format),
+        Column(
+            "largest",
+            [max(map(float, _each(row["numbers"]["largest"]))) for row in shown],
+            "{:.3g}".format,
+        ),
+    ]
+    table = Table("last record", [row["path"] or OUTSIDE for row in shown], columns, longest=48)
+    yield from ("", table.text(color=color))
+    if len(losing) > _ROWS:
+        yield f"  and {len(losing) - _ROWS} rows more"
 
 
 def _lost(row: Mapping[str, Any]) -> float:
