@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
-import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +12,6 @@ from jax import lax
 
 from policy.inspect.monitor.tensor_statistics import bits_of
 from policy.inspect.traced.matmul_operands import CastPlace, place_of_site
-from policy.optim.storage_modes import STORAGE_MODES, StorageMode
 from policy.programs.primitives import ADDITIONS, BITWISE, DRAWS, REASSEMBLES
 from policy.programs.reading.graph import Graph, Node, Value, is_cotangent, is_joint, readers_past
 
@@ -26,15 +23,14 @@ class ArrayRead(NamedTuple):
       kind: which of them.
       leaf: the place of the param among the arrays of the step.
       operand: the operand of the equation.
-      dtype: the param's.
-      mode: the storage of the param's float32 value, None where roundings are by chance.
+      kept: the dtype that keeps the param's value: float32 where `mixed_precision` stores an array
+        with it, else its own; None where roundings are by chance.
     """
 
     kind: Literal["gradient", "update"]
     leaf: int
     operand: int
-    dtype: Any
-    mode: StorageMode | None
+    kept: np.dtype | None
 
 
 class Param(NamedTuple):
@@ -71,13 +67,11 @@ def reads_of(graph: Graph, params: Iterable[Param]) -> Reads:
     for param in params:
         additions, after = additions_to(graph, param)
         gradients, between = _gradients(additions, backward)
-        dtype, mode = _storage(graph, param)
-        if any(node.name in DRAWS or node.name == "iota" for node in after):
-            mode = None
-        reads = [(node, ArrayRead("update", param.leaf, i, dtype, mode)) for node, i in additions]
-        reads += [
-            (node, ArrayRead("gradient", param.leaf, i, dtype, mode)) for node, i in gradients
-        ]
+        own = graph.arguments[param.leaf].aval.dtype if param.stored is None else np.float32
+        by_chance = any(node.name in DRAWS or node.name == "iota" for node in after)
+        kept = None if by_chance else np.dtype(own)
+        reads = [(node, ArrayRead("update", param.leaf, i, kept)) for node, i in additions]
+        reads += [(node, ArrayRead("gradient", param.leaf, i, kept)) for node, i in gradients]
         for node, read in reads:
             at = found.arrays.setdefault(place_of_site(node.site), [])
             if read not in at:
@@ -97,16 +91,6 @@ def is_trained(graph: Graph, param: Param) -> bool:
     )
     names = (str(eqn.source_info.name_stack) for node in readers for eqn in _around(node, True))
     return any("jvp(" in name for name in names) and bool(additions_to(graph, param)[0])
-
-
-def _storage(graph: Graph, param: Param) -> tuple[Any, StorageMode | None]:
-    """Returns the dtype of a param, and the storage of its float32 value."""
-    dtype = np.dtype(graph.arguments[param.leaf].aval.dtype)
-    if param.stored is None:
-        return dtype, STORAGE_MODES["none"]
-    stored = np.dtype(graph.arguments[param.stored].aval.dtype)
-    modes = (mode for mode in STORAGE_MODES.values() if mode.stored_dtype == stored)
-    return dtype, next(modes, None)
 
 
 def additions_to(graph: Graph, param: Param) -> tuple[list[tuple[Node, int]], list[Node]]:
@@ -206,21 +190,12 @@ def is_lost(read: ArrayRead, before: Any, after: Any, update: Any) -> Any:
       before, after: the float32 value of the param, or of its dtype if that is wider.
       update: what was added.
     """
-    mode = read.mode
-    if mode is None:
+    kept = read.kept
+    if kept is None:
         return jnp.zeros(update.shape, bool)
-
-    def stored(value: Any) -> list[Any]:
-        if jnp.dtype(value.dtype).itemsize <= read.dtype.itemsize:
-            return [value]
-        if value.dtype != jnp.float32:
-            return [value.astype(read.dtype)]
-        param, beside = mode.split(value, read.dtype)
-        return [param, beside] if mode.stores else [param]
-
-    same = [_bits(x) == _bits(y) for x, y in zip(stored(before), stored(after), strict=True)]
+    sides = [x.astype(kept) if x.dtype.itemsize > kept.itemsize else x for x in (before, after)]
     is_some = (bits_of(update)[0] > 0) & jnp.isfinite(update)
-    return functools.reduce(operator.and_, same, is_some)
+    return is_some & (_bits(sides[0]) == _bits(sides[1]))
 
 
 def _bits(array: Any) -> Any:
