@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -222,27 +223,25 @@ def _on_scale(alike: Sequence[RunRecord], message: str) -> Advice:
 
 def _idle(records: Sequence[RunRecord]) -> Iterator[Advice]:
     """Yields advice on a run whose params are the same in many records in a row."""
-    alike: list[RunRecord] = []
-    before: Any = None
-    for record in (*records, None):
-        params = record and {
-            row["path"]: row["numbers"] for row in record["rows"] if row["kind"] == "param"
-        }
-        is_idle = bool(record and params and params == before and not _has(record, "update"))
-        if record and is_idle and _has(record, "gradient"):
-            alike.append(record)
-            continue
-        if len(alike) >= IDLE - 1:
-            made = [{identity_of(one): one for one in each["made"]} for each in alike]
-            common = [one for key, one in made[0].items() if all(key in each for each in made)]
-            said = "No param changes: updates are 0, and gradients are not."
-            path = line = ""
-            if common:
-                path, line = common[0]["path"], common[0]["line"]
-                said += f" In these steps {common[0]['operation']} in {common[0]['dtype']} is"
-                said += f" {common[0]['value']}."
-            yield Advice(NO_UPDATE, path, alike[0]["step"], alike[-1]["step"], said, line)
-        alike, before = [], params
+    found = []
+    for before, record in itertools.pairwise(records):
+        params = _params(record)
+        is_idle = bool(params) and params == _params(before) and not _has(record, "update")
+        found.append((record["step"], is_idle and _has(record, "gradient"), record))
+    for streak in _streaks(found, IDLE - 1):
+        made = [{identity_of(one): one for one in each["made"]} for _, _, each in streak]
+        common = [one for key, one in made[0].items() if all(key in each for each in made)]
+        said, path, line = "No param changes: updates are 0, and gradients are not.", "", ""
+        if common:
+            first = common[0]
+            path, line = first["path"], first["line"]
+            said += f" In these steps {first['operation']} in {first['dtype']} is {first['value']}."
+        yield Advice(NO_UPDATE, path, streak[0][0], streak[-1][0], said, line)
+
+
+def _params(record: RunRecord) -> dict[str, Any]:
+    """Returns the numbers of the params of a record, by their paths."""
+    return {row["path"]: row["numbers"] for row in record["rows"] if row["kind"] == "param"}
 
 
 def _has(record: RunRecord, kind: str) -> bool:
@@ -267,14 +266,13 @@ def _rows(records: Sequence[RunRecord]) -> Iterator[Advice]:
                 series.setdefault(key, []).append((record["step"], row))
     for (path, name, what), rows in series.items():
         found = [(step, _worst_layers(row["numbers"], name), row) for step, row in rows]
-        for alike in _streaks(found):
+        if alike := next(_streaks(found, LEAST), None):
             (start, _, row), until = alike[0], alike[-1][0]
             layers = tuple(sorted({i for _, each, _ in alike for i in each if i is not None}))
             share = sorted(max(each.values()) for _, each, _ in alike)[len(alike) // 2]
             message = _on_row(name, what, share)
             kind = VANISHED if name == "lost" else UNDERFLOW
             yield Advice(kind, path, start, until, message, row["line"], layers)
-            break
 
 
 def _on_row(name: str, what: str, share: float) -> str:
@@ -306,13 +304,11 @@ def _layers(numbers: Any) -> list[float]:
     return list(map(float, numbers)) if isinstance(numbers, list) else [float(numbers)]
 
 
-def _streaks(found: Iterable[tuple[int, Any, Any]]) -> Iterator[list[tuple[int, Any, Any]]]:
-    """Yields the runs of `LEAST` or more in a row that have some layers."""
-    alike: list[tuple[int, Any, Any]] = []
-    for one in (*found, (0, {}, None)):
-        if one[1]:
-            alike.append(one)
-            continue
-        if len(alike) >= LEAST:
+def _streaks(
+    found: Iterable[tuple[int, Any, Any]], least: int
+) -> Iterator[list[tuple[int, Any, Any]]]:
+    """Yields the runs of `least` or more in a row whose second member is true."""
+    for is_some, streak in itertools.groupby(found, key=lambda one: bool(one[1])):
+        alike = list(streak)
+        if is_some and len(alike) >= least:
             yield alike
-        alike = []
