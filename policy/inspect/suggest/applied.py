@@ -9,14 +9,17 @@ from typing import TypeVar
 
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 
-from policy.core.policy import get_policy
+from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules
 from policy.inspect.suggest.patterns import patterns_of
 from policy.inspect.suggest.search import Search, WideModules
 from policy.inspect.suggest.suggestion import Evidence, Suggestion
 from policy.inspect.suggest.trial import Trial, compared_floats
 from policy.inspect.traced.call import Program, short_text
+from policy.inspect.traced.upcast import dtypes_of
+from policy.programs.jaxprs import opened
 from policy.programs.paths import spelled
 
 T = TypeVar("T")
@@ -30,13 +33,20 @@ def rules_for(trial: Trial, wide: WideModules) -> Choices:
     a scan, the layers in float32 return half precision: by the second choice.
     """
     paths = trial.paths_of(wide)
-    half, full = trial.policy or get_policy("mixed_bfloat16"), get_policy("float32")
+    half, full = trial.policy or _own_policy(trial.program), get_policy("float32")
     fulls = [full]
     if trial.program.route != "autocast" and trial.policy is not None:
         fulls.append(full.replace(output_dtype=trial.policy.compute_dtype))
     is_wide = {path: path in paths for path in trial.paths}
     named = patterns_of(is_wide, trial.modules)
     return [PolicyRules([(p, full if wide else half) for p, wide in named]) for full in fulls]
+
+
+def _own_policy(program: Program) -> Policy:
+    """Returns the policy of the half-precision dtypes that a program names itself."""
+    dtypes = dtypes_of(opened(program.jaxpr)[0])
+    is_float16 = jnp.float16 in dtypes and jnp.bfloat16 not in dtypes
+    return get_policy("mixed_float16" if is_float16 else "mixed_bfloat16")
 
 
 def applied(trial: Trial, wide: WideModules, choices: Choices) -> tuple[PolicyRules, float]:

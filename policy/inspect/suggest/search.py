@@ -141,7 +141,7 @@ class Search:
         """Returns a set that meets the budget when it is applied, and its error.
 
         After a miss the next set is chosen, for a budget reduced by the factor by which the
-        measurements were too small. The last set tried has all candidates in float32; its error may
+        measurements were too small, if its error is finite. The last set tried has all candidates in float32; its error may
         be above the budget.
 
         Args:
@@ -156,7 +156,7 @@ class Search:
             if error <= budget or wide == self.every:
                 return wide, error
             self.rejected.add(wide)
-            if attempt > (2 if len(self.costs) <= FEW else 0):
+            if attempt > (2 if len(self.costs) <= FEW else 0) and math.isfinite(error):
                 measured = self.known.get(wide, error)
                 goal = min(goal, 0.999 * budget * measured / error)
         raise AssertionError("the last set has all candidates")

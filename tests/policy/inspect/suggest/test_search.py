@@ -114,6 +114,15 @@ def test_a_set_whose_rules_miss_the_budget_gets_another_module() -> None:
     assert error == tried[-1] <= BUDGET and found >= {5} and 1 < len(tried) < 8
 
 
+def test_rules_under_which_the_code_overflows_do_not_shrink_the_budget() -> None:
+    program = Program([(5,), (10, 20)])
+    search = program.search()
+    first = search.least(BUDGET)
+    errors = lambda wide: math.inf if wide == first else program.error(wide)  # noqa: E731
+    found, error = program.search().confirmed(BUDGET, errors)
+    assert error <= BUDGET and found != first and len(found) < program.count
+
+
 # ------------------------------------------------------------------------------- beside brute force
 
 DEARER = 1.05

@@ -195,6 +195,20 @@ def test_code_in_half_by_itself_is_confirmed_in_its_own_dtypes() -> None:
     assert found.rules == PolicyRules([("large", "float32")])
 
 
+def test_rules_of_code_that_names_float16_are_in_float16() -> None:
+    def model(w: Any, x: Any) -> Any:
+        with jax.named_scope("block"):
+            x = jnp.exp(x.astype(F16) * F16(30)) / F16(1e3)
+            with jax.named_scope("inner"):
+                x = jnp.dot(jnp.log1p(x), w.astype(F16))
+        return x.astype(F32)
+
+    found = suggest(model, jnp.eye(4), jnp.asarray([[0.1, 0.2, 0.3, 0.5]]), error=0.1)
+    assert found.paths == ("block",)
+    half = get_policy("mixed_float16")
+    assert found.rules == PolicyRules([("block", "float32"), ("block/inner", half)])
+
+
 def test_a_pool_that_adds_up_in_half_is_seen_though_a_rounded_sum_would_not_show_it() -> None:
     def model(x: Any) -> Any:
         with jax.named_scope("scaled"):
