@@ -141,8 +141,8 @@ class Search:
         """Returns a set that meets the budget when it is applied, and its error.
 
         After a miss the next set is chosen, for a budget reduced by the factor by which the
-        measurements were too small, if its error is finite. The last set tried has all candidates in float32; its error may
-        be above the budget.
+        measurements were too small, if its error is finite. The last set tried has all candidates
+        in float32; its error may be above the budget.
 
         Args:
           budget: the error allowed.
