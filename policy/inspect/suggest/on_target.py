@@ -97,19 +97,24 @@ def suggestion_on(
     """
     search = trial.search(trial.costs)
     search.survey()
-    asked: list[WideModules] = []
+    measured: dict[WideModules, float] = {}
     if math.isfinite(budget):
-        asked.append(confirmed(trial, search, budget)[0])
-    sets = front_sets(search.order(), count, asked)
+        wide, _, error = confirmed(trial, search, budget)
+        measured[wide] = error
+    sets = front_sets(search.order(), count, measured)
     search.runs = max(search.runs, len(sets))
-    points = {wide: _point(trial, search, wide, *compiled(wide)) for wide in sets}
+    points = {
+        wide: _point(trial, search, wide, *compiled(wide), measured.get(wide)) for wide in sets
+    }
     chosen: WideModules | None = None
     for wide in sorted(points, key=lambda wide: points[wide].seconds):
         point = points[wide]
-        if chosen is None and math.isfinite(point.seconds) and point.error <= budget:
+        if chosen is not None or math.isinf(point.seconds) or point.error > budget:
+            continue
+        if point.is_emulated:
             error = applied(trial, wide, [point.rules])[1]
             points[wide] = dataclasses.replace(point, error=error, is_emulated=False)
-            chosen = wide if error <= budget else None
+        chosen = wide if points[wide].error <= budget else None
     if chosen is None and math.isfinite(budget):
         lacking = [point.missing for point in points.values() if point.error <= budget]
         missing = min(filter(None, lacking), default=0)
@@ -130,10 +135,16 @@ def suggestion_on(
 
 
 def _point(
-    trial: Trial, search: Search, wide: WideModules, rules: PolicyRules, row: CompiledRow
+    trial: Trial,
+    search: Search,
+    wide: WideModules,
+    rules: PolicyRules,
+    row: CompiledRow,
+    measured: float | None,
 ) -> FrontPoint:
     paths = tuple(spelled(trial.paths[i]) for i in sorted(wide))
-    return FrontPoint(rules, paths, search.error(wide) or 0.0, row.cost)
+    error = (search.error(wide) or 0.0) if measured is None else measured
+    return FrontPoint(rules, paths, error, row.cost, is_emulated=measured is None)
 
 
 def front_sets(
