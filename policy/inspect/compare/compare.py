@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -205,6 +207,9 @@ def _comparison(
 JUMP = 8.0
 # A sum this much smaller than its terms is zero except for float32 rounding.
 _ZERO = 1e-5
+# The relative error of one rounding of an array, by the norm, in eps: errors are uniform within
+# half of the last digit, and mantissas log-uniform.
+_ROUNDING = math.sqrt(math.log(2) / 18)
 _LISTED = 8  # paths in a note
 _KINDS = ("activation", "gradient", "parameter", "output")
 _ERROR, _UNDERFLOW = NAMES.index("error"), NAMES.index("underflow")
@@ -244,10 +249,15 @@ class Findings:
         }
         dtypes = [dtype for one in programs for dtype in dtypes_of(opened(one.jaxpr)[0])]
         halves = set(filter(is_half, dtypes))
+        self._made = {
+            place: [one.key for one in self.measurements if _is_made_in(one, place)]
+            for place in self.places
+        }
         # The error of one rounding: smaller errors can't be distinguished. Two programs may sum in
         # other orders.
         others = [_ZERO / JUMP] if len(programs) > 1 else []
-        self.floor = max(*others, *(float(jnp.finfo(dtype).eps) for dtype in halves or {F32}), 0)
+        eps = max(float(jnp.finfo(dtype).eps) for dtype in halves or {F32})
+        self.floor = max(*others, _ROUNDING * eps, 0)
 
     def leaving(self, place: ModulePass) -> list[Measurement]:
         """Returns the values that leave a place, and gradients of parameters only if there are
@@ -273,10 +283,14 @@ class Findings:
     def jumps(self, place: ModulePass, one: Measurement) -> np.ndarray:
         """Returns the steps in which a value's error is made at the place itself.
 
+        Independent errors of the roundings inside of a place add up in squares.
+
         A gradient that is zero except for rounding, such as that of a bias before a normalization,
         has no meaningful error.
         """
-        jumps = one.errors > JUMP * np.maximum(self.entering(place, one), self.floor)
+        count = bisect.bisect_right(self._made.get(place, ()), one.key)
+        noise = self.floor * math.sqrt(max(count, 1))
+        jumps = one.errors > JUMP * np.maximum(self.entering(place, one), noise)
         if place.direction == "backward":
             entered = self.entering(place, one, _REFERENCE)
             is_zero = one.numbers[..., _REFERENCE] < _ZERO * entered
@@ -287,9 +301,7 @@ class Findings:
     def first_error(self, place: ModulePass) -> Measurement | None:
         """Returns the first value in a place whose error is made there, or None."""
         for one in self.measurements:
-            is_inside = one.made.path[: len(place.path)] == place.path
-            is_same_pass = one.made.direction == place.direction
-            if is_inside and is_same_pass and self.jumps(place, one).any():
+            if _is_made_in(one, place) and self.jumps(place, one).any():
                 return one
         return None
 
@@ -310,6 +322,12 @@ class Findings:
         turn = lambda item: (item[2] or 0) * (-1 if item[1].direction == "backward" else 1)  # noqa: E731
         _, place, step = min(found, key=turn, default=(None, None, None))
         return place, step
+
+
+def _is_made_in(one: Measurement, place: ModulePass) -> bool:
+    """Returns whether a value is computed in a place, in its pass."""
+    is_inside = one.made.path[: len(place.path)] == place.path
+    return is_inside and one.made.direction == place.direction
 
 
 def _enters(one: Measurement, place: ModulePass) -> bool:

@@ -124,9 +124,9 @@ class Comparison:
       rows: for the module paths, then the parameters' gradients, then the outputs, each in program
         order.
       first_jump: the path of the first module, in program order, that makes an error: the error of
-        its outputs is over eight times that of its inputs and of one rounding to half precision; or
-        it overflows. It is the innermost module, as in rules. "" is code outside of any module;
-        None: the error jumps nowhere.
+        its outputs is over eight times that of its inputs, and that which roundings to half
+        precision inside of it add up to; or it overflows. It is the innermost module, as in rules.
+        "" is code outside of any module; None: the error jumps nowhere.
       jump_step: the step of a scan, counted from 0, if `first_jump` is in one.
       notes: further information, in sentences.
       name: of the function.

@@ -480,6 +480,20 @@ def test_the_head_names_the_policies_of_all_models_that_carry_one() -> None:
     assert found.policy == "mixed_bfloat16 and mixed_float16"
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_a_weight_that_is_2_percent_off_is_the_first_jump_and_roundings_of_a_deep_model_none(
+    policy,
+):
+    model, x = Blocks(), normal(16, 8)
+    variables = jax.jit(model.init)(jax.random.key(1), x)
+    assert compare(model.apply, variables, x, policy=policy).first_jump is None
+    stale = jax.tree.map(jnp.array, variables)
+    stale["params"]["up_2"]["kernel"] *= 1.02
+    with use_policy(policy):
+        found = compare(model.apply, stale, x, beside=(model.apply, variables, x))
+    assert found.first_jump == "up_2"
+
+
 class Blocks(nn.Module):
     """Residual blocks, whose sums no layer makes."""
 
