@@ -78,6 +78,11 @@ class Row:
     rms: float = 0.0
 
     @property
+    def is_continuous(self) -> bool:
+        """True for floating and complex values, False for integers and booleans."""
+        return not is_discrete(np.dtype(self.dtype))
+
+    @property
     def headroom(self) -> float:
         """The largest magnitude as a share of the dtype's largest number; above 1 on overflow."""
         return self.largest / self.limit
@@ -272,14 +277,13 @@ def _text(comparison: Comparison) -> str:
 
 def _table(kind: RowKind, comparison: Comparison) -> Table:
     rows = comparison._of(kind)
-    is_discrete_row = [is_discrete(np.dtype(row.dtype)) for row in rows]
-
-    def values(head: str, name: str) -> list[float | None]:
-        pairs = zip(rows, is_discrete_row, strict=True)
-        return [getattr(row, name) if head == "error" or not one else None for row, one in pairs]
-
     columns = [
-        Column(head, values(head, name), form, unknown="")
+        Column(
+            head,
+            [getattr(row, name) if head == "error" or row.is_continuous else None for row in rows],
+            form,
+            unknown="",
+        )
         for head, name, form in _FIGURES
         if head != "rms" or comparison.beside
     ]
@@ -312,7 +316,7 @@ def _jump(comparison: Comparison) -> str:
 
 def _remark(row: Row) -> str:
     found = ["<- jumps"] if row.is_jump else []
-    if is_discrete(np.dtype(row.dtype)):
+    if not row.is_continuous:
         found.append(f"{_share(row.error)} of the {row.dtype} differ")
     elif row.steps:
         worst = np.asarray(row.steps).reshape(len(row.steps), -1).max(1).argmax()

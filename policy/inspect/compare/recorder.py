@@ -136,6 +136,8 @@ class Recorder(ModuleValueInterpreter):
         float32.
     """
 
+    origin_type = _Origin
+
     def __init__(
         self,
         log: Log,
@@ -280,13 +282,6 @@ class Recorder(ModuleValueInterpreter):
             moved = {k: jnp.moveaxis(n, self.log.inner_scans[k], 0) for k, n in self.notes.items()}
             self.notes = moved
         return outputs
-
-    def merge(
-        self, equation: Equation, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
-    ) -> list[PlacedValue]:
-        place = self.place_of(equation)
-        made = self.made_by(equation, place, values)
-        return [PlacedValue([None], _Origin(place, *made)) for _ in equation.outvars]
 
     def settled(self, value: PlacedValue, like: PlacedValue) -> PlacedValue:
         return PlacedValue([widen(value.arrays[0])], value.origin) if self.is_wide else value

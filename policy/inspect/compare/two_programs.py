@@ -62,10 +62,6 @@ class Beside(NamedTuple):
     numbers: dict[int, Any]
     alone: tuple[list[ModulePass], list[ModulePass]]
 
-    def errs(self, one: Measurement) -> bool:
-        """Returns whether a value differs from its partner."""
-        return bool(self.numbers[one.key][..., 0].any())
-
 
 def beside_itself(ours: Recording, theirs: Recording) -> Beside:
     """Pairs the values of a program with those of its run in float32, and measures each pair.
@@ -80,7 +76,11 @@ def beside_itself(ours: Recording, theirs: Recording) -> Beside:
         one
         for one in found.log.measurements
         if same.issuperset(one.branches)
-        and (one.output is not None or not is_discrete(one.dtype) or found.errs(one))
+        and (
+            one.output is not None
+            or not is_discrete(one.dtype)
+            or found.numbers[one.key][..., 0].any()
+        )
     ]
     return found._replace(log=dataclasses.replace(found.log, measurements=kept))
 

@@ -85,6 +85,8 @@ class Observer(ModuleValueInterpreter):
       step: the step.
     """
 
+    origin_type = _Origin
+
     def __init__(self, log: StepLog, step: TrainStep):
         super().__init__()
         self.log, self.paths = log, step.paths
@@ -242,13 +244,6 @@ class Observer(ModuleValueInterpreter):
         self.measure_leaf(read.kind, read.leaf, array, lost)
 
     # Bodies ---------------------------------------------------------------------------------------
-
-    def merge(
-        self, equation: Equation, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
-    ) -> list[PlacedValue]:
-        place = self.place_of(equation)
-        origin = _Origin(place, *self.made_by(equation, place, values))
-        return [PlacedValue([None], dataclasses.replace(origin)) for _ in equation.outvars]
 
     def body(
         self, jaxpr: OpenJaxpr, consts: Sequence[PlacedValue], args: Sequence[PlacedValue]

@@ -35,7 +35,13 @@ class ValueOrigin:
 
 
 class ModuleValueInterpreter(PlacedInterpreter):
-    """An interpreter that finds the values that pass from one module to another."""
+    """An interpreter that finds the values that pass from one module to another.
+
+    Attributes:
+      origin_type: the class of the origins of its values.
+    """
+
+    origin_type: type[ValueOrigin] = ValueOrigin
 
     def __init__(self, reference: Reference = NO_REFERENCE):
         super().__init__(reference)
@@ -62,6 +68,13 @@ class ModuleValueInterpreter(PlacedInterpreter):
             return origin.primitive, origin.source
         source = source_of(equation) or self._line_around
         return equation.primitive.name, source or layer_of(equation, place.path)
+
+    def merge(
+        self, equation: Equation, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
+    ) -> list[PlacedValue]:
+        place = self.place_of(equation)
+        made_by = self.made_by(equation, place, values)
+        return [PlacedValue([None], self.origin_type(place, *made_by)) for _ in equation.outvars]
 
 
 def passes(value: PlacedValue, reader: ModulePass) -> bool:
