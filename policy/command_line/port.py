@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from policy.porting.port import Ported, port_file
@@ -31,6 +33,7 @@ def port_files(names: Sequence[str], *, write: bool) -> int:
     """
     found: list[Ported] = []
     skipped: list[str] = []
+    report = _progress()
     for name in _files(names):
         try:
             one = port_file(name)
@@ -43,6 +46,7 @@ def port_files(names: Sequence[str], *, write: bool) -> int:
         found.append(one)
         if one.after != one.before:
             print(one.diff(), end="")
+        report(len(found), sum(each.lines() for each in found[-1:]))
     _print_notes("stay", {each.name: each.stays for each in found})
     changed = [each for each in found if each.after != each.before]
     _print_notes("may be deleted by hand", {each.name: each.deletable for each in found})
@@ -116,3 +120,17 @@ def _print_notes(title: str, notes: Mapping[str, Mapping[str, set[int]]]) -> Non
 def _print_list(title: str, lines: Sequence[str]) -> None:
     if lines:
         print(f"\n{title}:", *(f"  {line}" for line in lines), sep="\n")
+
+
+def _progress() -> Callable[[int, int], None]:
+    """Returns a function that writes how far a port is to the standard error, once a second."""
+    lines, last = 0, time.monotonic()
+
+    def report(files: int, more: int) -> None:
+        nonlocal lines, last
+        lines += more
+        if time.monotonic() - last > 1:
+            last = time.monotonic()
+            print(f"ported {files} files, {lines} lines", file=sys.stderr, flush=True)
+
+    return report

@@ -50,6 +50,10 @@ class Ported:
             for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
         )
 
+    def lines(self) -> int:
+        """Returns the number of lines of the file."""
+        return len(_LINE.findall(self.before))
+
 
 def port_file(name: str) -> Ported:
     """Returns a file with its port, which nothing writes.
