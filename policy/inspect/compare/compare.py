@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -250,7 +249,9 @@ class Findings:
         dtypes = [dtype for one in programs for dtype in dtypes_of(opened(one.jaxpr)[0])]
         halves = set(filter(is_half, dtypes))
         self._made = {
-            place: [one.key for one in self.measurements if _is_made_in(one, place)]
+            place: [
+                (one.key, one.errors.size) for one in self.measurements if _is_made_in(one, place)
+            ]
             for place in self.places
         }
         # The error of one rounding: smaller errors can't be distinguished. Two programs may sum in
@@ -288,7 +289,7 @@ class Findings:
         A gradient that is zero except for rounding, such as that of a bias before a normalization,
         has no meaningful error.
         """
-        count = bisect.bisect_right(self._made.get(place, ()), one.key)
+        count = sum(steps for key, steps in self._made.get(place, ()) if key <= one.key)
         noise = self.floor * math.sqrt(max(count, 1))
         jumps = one.errors > JUMP * np.maximum(self.entering(place, one), noise)
         if place.direction == "backward":

@@ -234,7 +234,7 @@ _TITLES: dict[RowKind, str] = {
     "output": "outputs",
 }
 _ROUTES = {"scope": "layers that obey it", "autocast": "autocast", "as written": "its own dtypes"}
-_WIDTH, _LONGEST = 120, 40  # of a table, and of the names in it
+_WIDTH, _LONGEST = 160, 40  # of a table, and of the names in it
 
 
 def _number(value: float) -> str:
