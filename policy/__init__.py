@@ -113,7 +113,7 @@ __all__ = [*_MODULES, *_NAMESPACES]  # pyright: ignore[reportUnsupportedDunderAl
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NAMESPACES:
+    if name in _NAMESPACES or name == "inspect":  # classes of results, which are no public names
         return importlib.import_module(f"policy.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module 'policy' has no attribute {name!r}")

@@ -80,6 +80,14 @@ def test_mpmodules_shows_no_internals():
     assert {"linen", "nnx", "use_policy"} <= set(scope)
 
 
+def test_classes_of_results_are_there_before_a_tool_was_used():
+    program = "import policy; print(policy.inspect.RunLog.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "RunLog"
+
+
 @pytest.mark.parametrize("name", ["mpmodules", "mpmodules.linen", "mpmodules.nnx", "policy.optim"])
 def test_an_import_loads_no_tool(name):
     tools = ("policy.inspect", "policy.porting", "policy.command_line")
