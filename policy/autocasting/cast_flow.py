@@ -1,4 +1,5 @@
-"""The flow of casts to float32 to the operands of matmuls and elementwise operations.
+"""The flow of casts to float32 to the operands of matmuls and elementwise operations, and the marks
+of those on a program, which decide how autocast evaluates them.
 
 A program that is traced in compute_dtype shows each cast as an equation of its own.
 """
@@ -25,11 +26,11 @@ from policy.programs.dtypes import float_dtype, is_half
 from policy.programs.jaxprs import (
     Equation,
     OpenJaxpr,
-    equations_of,
     opened,
     programs_of,
     runs_any,
     subprograms,
+    with_subprograms,
 )
 
 _SUMS = re.compile("reduce|cum|arg|sort")
@@ -44,57 +45,40 @@ ASKED = "asked"
 NARROW = {HALF, PROMOTED, GIVEN}
 
 
-class Lines(list[Equation]):
+class Operations(list[Equation]):
     """The matmuls of a program in the order of their calls, but for those of layers.
-
-    Attributes:
-      with_rules: the equations of functions with derivative rules of their own and matmuls.
-      calls: the equations of calls with matmuls inside, whose lines are not those of the caller.
-      layers: the matmuls of layers.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.with_rules: list[Equation] = []
-        self.calls: list[Equation] = []
-        self.layers: list[Equation] = []
-
-    def note(self, equation: Equation) -> None:
-        """Adds an equation that is a matmul, or has derivative rules."""
-        if equation.primitive.name in primitives.MATMULS:
-            self.append(equation)
-        elif rule_of(equation) is not None and any(
-            runs_any(program, primitives.MATMULS) for program in programs_of(equation)
-        ):
-            self.with_rules.append(equation)
-
-
-class SecondTrace(Lines):
-    """The matmuls of a second trace.
 
     Attributes:
       operands: what their operands are.
       lines: the innermost equations that lines of a user's run: they, or calls around them.
       around: the one of the call under way, or None.
+      calls: the equations of calls with matmuls inside, whose lines are not those of the caller.
+      with_rules: the equations of functions with derivative rules of their own and matmuls.
+      casting: the identities of equations whose programs cast an operand of each matmul in them.
       casts: the code of functions that cast to float32.
-      elementwise: the elementwise equations, and whether lines cast all of their operands.
+      elementwise: the elementwise equations, their lines, and whether lines cast all operands.
       normalizations: squares of Flax's normalizations in compute_dtype.
       repeated: the results of broadcasts.
-      casting: the identities of equations whose programs cast an operand of each matmul in them.
+      layers: the matmuls of layers.
       of_layers: matmuls of layers that obey the policy, whose inputs lines cast to float32.
+      kept: the matmuls that make results of modules whose own policy returns them unrounded.
     """
 
     def __init__(self, jaxpr: Any, *, of_casts: bool = False):
         super().__init__()
-        self.casting: set[int] = set()
-        self.repeated: set[Any] = set()
-        self.elementwise: list[tuple[Equation, bool]] = []
-        self.normalizations: list[Equation] = []
-        self.of_layers: list[Equation] = []
         self.operands: list[list[str]] = []
         self.lines: list[Equation] = []
         self.around: Equation | None = None
+        self.calls: list[Equation] = []
+        self.with_rules: list[Equation] = []
+        self.casting: set[int] = set()
         self.casts: set[Any] = set()
+        self.elementwise: list[tuple[Equation, Equation, bool]] = []
+        self.normalizations: list[Equation] = []
+        self.repeated: set[Any] = set()
+        self.layers: list[Equation] = []
+        self.of_layers: list[Equation] = []
+        self.kept: list[Equation] = []
         body, _ = opened(jaxpr)
         wide = RECEIVED if of_casts else OTHER
         given = [_of(v.aval) for v in body.invars]
@@ -109,9 +93,12 @@ class SecondTrace(Lines):
         def read(atom: Any) -> str:
             return "" if isinstance(atom, jex_core.Literal) else facts[atom]
 
-        for equation in equations_of(body):
+        kept: list[Any] = []
+        for equation in body.eqns:
             results = self._results(equation, list(map(read, equation.invars)))
             facts.update(zip(equation.outvars, results, strict=True))
+            kept += equation.invars if marks.mark_of(equation) == marks.KEPT else ()
+        self.kept += _defining_matmuls(body, kept) if kept else ()
         return list(map(read, body.outvars))
 
     def _results(self, equation: Equation, values: list[str]) -> list[str]:
@@ -119,8 +106,11 @@ class SecondTrace(Lines):
         name = equation.primitive.name
         if is_of_layer(equation):
             return self._results_of_layer(equation, values, results)
-        self.note(equation)
-        inside, before = subprograms(equation), len(self.operands)
+        if rule_of(equation) is not None and any(
+            runs_any(program, primitives.MATMULS) for program in programs_of(equation)
+        ):
+            self.with_rules.append(equation)
+        inside, before = subprograms(equation), len(self)
         around = self.around
         line = equation if around is None or writers(equation) else around
         self.around = line
@@ -130,16 +120,18 @@ class SecondTrace(Lines):
                 results = made if len(made) == len(results) else results
         self.around = around
         if inside:
+            self.calls += [equation] if len(self) > before else []
             if all(CAST in operands for operands in self.operands[before:]):
                 self.casting.add(id(equation))
             return results
         if name in primitives.MATMULS:
+            self.append(equation)
             self.operands.append(values)
             self.lines.append(line)
             is_cast = {*values} <= {CAST, DERIVED, REDUCED} and {*values} != {REDUCED}
             return [DERIVED] if is_cast and results == [OTHER] else results
         if name in _ELEMENTWISE and results[0]:
-            self.elementwise.append((equation, set(_scaled(equation, values)) == {CAST}))
+            self.elementwise.append((equation, line, set(_scaled(equation, values)) == {CAST}))
         if name in primitives.POWERS and results == [HALF] and normalization_of(equation):
             self.normalizations.append(equation)
         if set(results) != {OTHER} or marks.mark_of(equation) is not None:
@@ -178,27 +170,11 @@ class SecondTrace(Lines):
     ) -> list[str]:
         """Notes a matmul whose input was cast to float32 in front of its layer."""
         name, is_asked = equation.primitive.name, not {CAST, ASKED}.isdisjoint(values[:1])
-        if name in primitives.MATMULS and is_asked:
-            self.of_layers.append(equation)
+        if name in primitives.MATMULS:
+            self.layers.append(equation)
+            self.of_layers += [equation] if is_asked else []
         moves = name in primitives.CASTS | primitives.MOVES_DATA
         return [ASKED] if is_asked and moves and len(results) == 1 else results
-
-
-def elementwise_of(
-    body: OpenJaxpr, around: Equation | None = None
-) -> Iterator[tuple[Equation, Equation]]:
-    """Yields the elementwise equations of a program, in the order of `SecondTrace`, each with the
-    innermost equation around it, or itself, that a line of a user's runs.
-    """
-    for equation in equations_of(body):
-        if is_of_layer(equation):
-            continue
-        line = equation if around is None or writers(equation) else around
-        if equation.primitive.name in _ELEMENTWISE and _of(equation.outvars[0].aval):
-            yield equation, line
-        for one in subprograms(equation):
-            if one.is_run and one.operands is not None:
-                yield from elementwise_of(one.body, line)
 
 
 def _of(aval: Any) -> str:
@@ -232,3 +208,46 @@ def speaks_backward(equation: Equation) -> bool:
     """Returns whether a function's backward rule, which no line around it names, names dtypes."""
     code = getattr(getattr(equation.params.get("bwd"), "f", None), "__code__", None)
     return code is not None and names_dtypes(code)
+
+
+def _defining_matmuls(body: OpenJaxpr, atoms: list[Any]) -> Iterator[Equation]:
+    """Yields the matmuls that define some values, up to elementwise operations and moves."""
+    defining = {variable: equation for equation in body.eqns for variable in equation.outvars}
+    seen: set[int] = set()
+    while atoms:
+        atom = atoms.pop()
+        equation = None if isinstance(atom, jex_core.Literal) else defining.get(atom)
+        if equation is None or id(equation) in seen or marks.mark_of(equation) is not None:
+            continue
+        seen.add(id(equation))
+        if equation.primitive.name in primitives.MATMULS:
+            yield equation
+        elif equation.primitive.name in primitives.ELEMENTWISE | primitives.MOVES_DATA:
+            atoms += equation.invars
+
+
+def with_marks(jaxpr: Any, said: dict[int, str], done: dict[int, Any]) -> Any:
+    """Returns a program whose matmuls carry the marks of `said`, by their identities."""
+    body: Any = opened(jaxpr)[0]
+    if id(body) in done:
+        return done[id(body)]
+    equations = []
+    for equation in body.eqns:
+        each: Any = equation
+        inside = subprograms(each)
+        if inside:
+            programs = [with_marks(one.jaxpr, said, done) for one in inside]
+            if any(new is not one.jaxpr for new, one in zip(programs, inside, strict=True)):
+                each = each.replace(params=with_subprograms(each, programs))
+        if mark := said.get(id(equation)):
+            info = each.source_info
+            stack = info.name_stack.extend(mark)
+            each = each.replace(source_info=info.replace(name_stack=stack))
+        equations.append(each)
+    if all(map(lambda new, old: new is old, equations, body.eqns)):
+        result = jaxpr
+    else:
+        result = body.replace(eqns=equations)
+        result = result if jaxpr is body else jaxpr.replace(jaxpr=result)
+    done[id(body)] = result
+    return result

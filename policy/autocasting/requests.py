@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -26,13 +27,11 @@ from policy.autocasting.cast_flow import (
     NARROW,
     RECEIVED,
     REDUCED,
-    Lines,
-    SecondTrace,
-    elementwise_of,
+    Operations,
     rule_of,
     speaks_backward,
+    with_marks,
 )
-from policy.autocasting.marked_program import matmuls_and_kept, with_marks
 from policy.autocasting.source_lines import (
     asks_for_float32,
     class_of,
@@ -51,7 +50,7 @@ from policy.core.messages import warn_once
 from policy.core.scope import Scope, current_scope, enter
 from policy.programs import marks
 from policy.programs.dtypes import F32, float_dtype, is_half
-from policy.programs.jaxprs import Equation, bind, opened
+from policy.programs.jaxprs import Equation, bind
 from policy.programs.thread import during, thread
 
 
@@ -76,14 +75,13 @@ def with_requests(
     """
     if not is_half(half) or thread.traced_dtype is not None or thread.is_summary:
         return jaxpr
-    first = Lines()
-    body, _ = opened(jaxpr)
-    kept = dict.fromkeys(map(id, matmuls_and_kept(body, first)), marks.UNROUNDED)
+    first = Operations(jaxpr)
+    kept = dict.fromkeys(map(id, first.kept), marks.UNROUNDED)
     is_asked = is_rule or speaks([*first, *first.calls])
     is_asked = is_asked or any(map(speaks_backward, first.with_rules))
-    lines = itertools.chain(first.layers, (line for _, line in elementwise_of(body)))
+    lines = itertools.chain(first.layers, (line for _, line, _ in first.elementwise))
     is_asked = is_asked or any(map(is_by_caster, lines))
-    said = kept | (_said(jaxpr, first, again, half, of_casts) if is_asked else {})
+    said = kept | (_said(first, again, half, of_casts) if is_asked else {})
     return with_marks(jaxpr, said, {}) if said else jaxpr
 
 
@@ -159,14 +157,14 @@ def _trace_rule(equation: Equation) -> None:
 
 
 def _said(
-    jaxpr: Any, first: Lines, again: Callable[[], Any], half: np.dtype, of_casts: bool
+    first: Operations, again: Callable[[], Any], half: np.dtype, of_casts: bool
 ) -> dict[int, str]:
     """Returns the marks of equations by their identities, and warns of open matmuls."""
     settings = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
     try:
         with settings[0], settings[1], during(traced_dtype=half), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            second = SecondTrace(again(), of_casts=of_casts)
+            second = Operations(again(), of_casts=of_casts)
             for equation in second.with_rules:
                 _trace_rule(equation)
     except Exception as error:  # code for float32 alone
@@ -201,7 +199,7 @@ def _said(
         _tell_normalization(line)
     for line in second.of_layers:
         _tell_input(line, half)
-    said |= _said_elementwise(jaxpr, second)
+    said |= _said_elementwise(first, second)
     return {number: mark for number, mark in said.items() if mark}
 
 
@@ -219,19 +217,20 @@ def _request(equation: Equation, operands: Sequence[str]) -> str:
     return "told" if CAST in found or DERIVED in found or both else ""
 
 
-def _said_elementwise(jaxpr: Any, second: SecondTrace) -> dict[int, str]:
+def _said_elementwise(first: Operations, second: Operations) -> dict[int, str]:
     """Returns the marks of sums, products and bounded functions of operands that lines cast to
     float32. A program that several calls run is marked if all of them ask for it.
     """
-    found, is_asked = zip(*second.elementwise, strict=True) if second.elementwise else ((), ())
-    first = [each for each, _ in elementwise_of(opened(jaxpr)[0])] if any(is_asked) else []
-    if list(map(kind, first)) != list(map(kind, found)):
+    kinds = [[_kind(each) for each, *_ in trace.elementwise] for trace in (first, second)]
+    if kinds[0] != kinds[1]:
         return {}
-    others = {id(each) for each, asks in zip(first, is_asked, strict=True) if not asks}
-    return {id(each): marks.operation_in_float32() for each in first if id(each) not in others}
+    numbers = [id(each) for each, *_ in first.elementwise]
+    is_asked = [asks for *_, asks in second.elementwise]
+    others = set(itertools.compress(numbers, map(operator.not_, is_asked)))
+    return dict.fromkeys(set(numbers) - others, marks.operation_in_float32())
 
 
-def kind(equation: Equation) -> Any:
+def _kind(equation: Equation) -> Any:
     return equation.primitive, equation.outvars[0].aval.shape
 
 
