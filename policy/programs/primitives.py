@@ -193,11 +193,11 @@ _TABLE: dict[str, dict[str, str]] = {
     "explicit": {
         "bits": """
             bitcast: reads_bits
-            bitcast_convert_type: free reads_bits states_bits""",
+            bitcast_convert_type: free reads_bits""",
         "cast": """
             cast_like: forwards
             convert_element_type: forwards injective selects_literals rescales passes_activations
-            reduce_precision: forwards states_bits
+            reduce_precision: forwards
             stochastic_round: reads_bits""",
         "fp8": """
             dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
@@ -476,9 +476,6 @@ ELEMENTWISE = _with("elementwise")
 
 READS_BITS = _with("reads_bits")
 """Read or cut off bits: their result depends on how many there are."""
-
-STATES_BITS = _with("states_bits")
-"""Say how many bits the result has: it is the same of the same numbers, be they half or float32."""
 
 BITWISE = frozenset(("and", "or", "xor", "shift_left", "shift_right_logical"))
 """Join and split the bits of integers."""

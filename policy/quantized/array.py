@@ -215,8 +215,9 @@ class QuantizedArray:
 
         Raises:
           ValueError: the axis is none or no multiple of the block, the shape of scales or minimums
-            is another, minimums are missing or too many, or the format has no such codes.
-          TypeError: codes are not real, or scales, minimums or `dtype` not floating.
+            is another, scales or minimums are not finite, minimums are missing or too many, or the
+            format has no such codes.
+          TypeError: the axis is no integer, codes are not real, or scales, minimums or `dtype` not floating.
         """
         held = _required(format)
         _require_floating(held, scales=scales, dtype=dtype)
@@ -233,6 +234,9 @@ class QuantizedArray:
                     f"axis {axis} of codes of shape {tuple(codes.shape)}, but got "
                     f"{tuple(each.shape)}."
                 )
+            is_known = each is not None and not isinstance(each, jax.core.Tracer)
+            if is_known and not jnp.isfinite(jnp.asarray(each)).all():
+                raise ValueError(f"{name} of {held.text} hold numbers that are not finite.")
         if minimums is not None:
             _require_floating(held, minimums=minimums)
         parts = [jnp.asarray(each) for each in (scales, minimums) if each is not None]
@@ -454,6 +458,8 @@ def _codes_of(codes: Any, format: ParamFormat) -> jax.Array:
 
 
 def _layout(shape: Sequence[int], format: ParamFormat, axis: int, dtype: DTypeLike) -> CodeLayout:
+    if not isinstance(axis, int | np.integer):
+        raise TypeError(f"{format.text}: axis should be an integer, but got {axis!r}.")
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"{format.text}: an array of shape {tuple(shape)} has no axis {axis}.")
     axis = axis % len(shape)

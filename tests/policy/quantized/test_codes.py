@@ -192,6 +192,7 @@ def test_blocks_of_zeros_and_extremes_stay_finite_and_keep_their_extremes(text, 
             {"format": "q4_k"},
             "Unknown format 'q4_k': it should be one of int8, float8, int4:32, uint4:32",
         ),
+        ({"scales": np.full((2, 8), np.inf)}, "scales of int4:32 hold numbers that are not finite"),
     ],
 )
 def test_codes_that_do_not_fit_are_rejected(change, message):
