@@ -217,7 +217,8 @@ class QuantizedArray:
           ValueError: the axis is none or no multiple of the block, the shape of scales or minimums
             is another, scales or minimums are not finite, minimums are missing or too many, or the
             format has no such codes.
-          TypeError: the axis is no integer, codes are not real, or scales, minimums or `dtype` not floating.
+          TypeError: the axis is no integer, codes are not real, or scales, minimums or `dtype` not
+            floating.
         """
         held = _required(format)
         _require_floating(held, scales=scales, dtype=dtype)
@@ -235,7 +236,7 @@ class QuantizedArray:
                     f"{tuple(each.shape)}."
                 )
             is_known = each is not None and not isinstance(each, jax.core.Tracer)
-            if is_known and not jnp.isfinite(jnp.asarray(each)).all():
+            if is_known and not (jnp if isinstance(each, jax.Array) else np).isfinite(each).all():
                 raise ValueError(f"{name} of {held.text} hold numbers that are not finite.")
         if minimums is not None:
             _require_floating(held, minimums=minimums)
