@@ -6,6 +6,7 @@ A program that is traced in compute_dtype shows each cast as an equation of its 
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from policy.programs.jaxprs import (
     programs_of,
     runs_any,
     subprograms,
+    with_equations,
     with_subprograms,
 )
 
@@ -244,10 +246,7 @@ def with_marks(jaxpr: Any, said: dict[int, str], done: dict[int, Any]) -> Any:
             stack = info.name_stack.extend(mark)
             each = each.replace(source_info=info.replace(name_stack=stack))
         equations.append(each)
-    if all(map(lambda new, old: new is old, equations, body.eqns)):
-        result = jaxpr
-    else:
-        result = body.replace(eqns=equations)
-        result = result if jaxpr is body else jaxpr.replace(jaxpr=result)
+    is_same = all(map(operator.is_, equations, body.eqns))
+    result = jaxpr if is_same else with_equations(jaxpr, equations)
     done[id(body)] = result
     return result

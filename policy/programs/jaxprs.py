@@ -254,6 +254,13 @@ def opened(jaxpr: Any) -> tuple[OpenJaxpr, list[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), consts
 
 
+def with_equations(jaxpr: Any, equations: Sequence[Any]) -> Any:
+    """Returns a jaxpr, open or closed, with other equations."""
+    body: Any = opened(jaxpr)[0]
+    result = body.replace(eqns=equations)
+    return result if jaxpr is body else jaxpr.replace(jaxpr=result)
+
+
 def with_consts_as_arguments(jaxpr: Any) -> tuple[Any, list[Any]]:
     """Returns a jaxpr as an open one whose first arguments are its constants, and these."""
     body: Any = opened(jaxpr)[0]

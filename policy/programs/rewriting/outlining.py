@@ -9,19 +9,16 @@ a trace for a report keeps the equations as they are.
 from __future__ import annotations
 
 import collections
-import contextlib
-import dataclasses
 import functools
 import itertools
-import types
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.extend.core as jex_core
 
-from policy.programs.jaxprs import Equation, bind, is_jaxpr, opened
-from policy.programs.rewriting.interpreter import Interpreter
+from policy.programs.jaxprs import Equation, is_jaxpr, opened, with_equations
 from policy.programs.thread import thread
 
 _NAME = "policy_part"  # of the functions that take the places of parts
@@ -29,29 +26,20 @@ _SMALLEST = 8  # equations of a part
 _DEEPEST = 12  # names in a row that begin a part
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """Consecutive equations of one call: an equation to a program, and a program itself.
+class _Part(NamedTuple):
+    """Consecutive equations of one call.
 
     Attributes:
       eqns: the equations.
-      scopes: the names that they have in common.
       invars: the variables that they read, in the order of their first uses.
       outvars: the variables that other equations read.
       key: equal for parts with the same contents.
     """
 
-    eqns: Sequence[Equation]
-    scopes: tuple[Any, ...]
+    eqns: Sequence[Any]
     invars: Sequence[Any]
     outvars: Sequence[Any]
     key: Hashable
-    constvars = ()
-    ctx = types.SimpleNamespace(manager=contextlib.nullcontext())
-
-    @property
-    def source_info(self) -> Any:
-        return self.eqns[0].source_info
 
 
 def outlined(jaxpr: Any) -> Any:
@@ -59,55 +47,31 @@ def outlined(jaxpr: Any) -> Any:
 
     A trace for a report keeps the source line of each equation, and is returned as it is.
     """
-    if thread.keeps_lines or len(jaxpr.eqns) < 2 * _SMALLEST:
+    body: Any = opened(jaxpr)[0]
+    if thread.keeps_lines or len(body.eqns) < 2 * _SMALLEST:
         return jaxpr
-    body, consts = opened(jaxpr)
-    items = _items(body)
-    if not any(isinstance(item, _Part) for item in items):
-        return jaxpr
-    program: Any = types.SimpleNamespace(
-        constvars=body.constvars, invars=body.invars, outvars=body.outvars, eqns=items
-    )
-    outliner = _Outliner()
-    return jax.make_jaxpr(lambda *arrays: outliner.run(program, consts, arrays))(
-        *(_shape(v.aval) for v in body.invars)
-    )
+    equations = _with_calls(body)
+    return jaxpr if equations is None else with_equations(jaxpr, equations)
 
 
-class _Outliner(Interpreter[Any]):
-    """Evaluates equations as they are, and parts as calls.
-
-    Attributes:
-      calls: a jitted function for each content of parts.
-      depth: the number of names that are left out on the stacks of equations.
-    """
-
-    def __init__(self, depth: int = 0) -> None:
-        super().__init__()
-        self.calls: dict[Hashable, Any] = {}
-        self.depth = depth
-
-    def equation(self, equation: Any, values: list[Any]) -> list[Any]:
-        if not isinstance(equation, _Part):
-            return bind(equation, values)
-        if equation.key not in self.calls:
-            self.calls[equation.key] = jax.jit(_function(equation))
-        return self.calls[equation.key](*values)
-
-    def name_stack_of(self, equation: Any) -> Any:
-        stack = equation.source_info.name_stack
-        names = equation.scopes if isinstance(equation, _Part) else stack.stack[self.depth :]
-        return type(stack)(names)
-
-
-def _function(part: _Part) -> Any:
-    body: Any = part  # has what is read of a jaxpr
+def _call(body: Any, part: _Part, depth: int) -> Any:
+    """Returns an equation that calls the contents of a part, without the names in common."""
+    equations = [e.replace(source_info=_source(e, slice(depth, None))) for e in part.eqns]
+    program = body.replace(constvars=(), invars=part.invars, outvars=part.outvars, eqns=equations)
 
     def call(*arrays: Any) -> list[Any]:
-        return _Outliner(len(part.scopes)).run(body, (), arrays)
+        return jax.core.eval_jaxpr(program, (), *arrays)
 
     call.__name__ = _NAME
-    return call
+    shapes = [_shape(variable.aval) for variable in part.invars]
+    return opened(jax.make_jaxpr(jax.jit(call))(*shapes))[0].eqns[0]
+
+
+def _source(equation: Any, names: slice) -> Any:
+    """Returns the source of an equation with some of the names on its stack alone."""
+    info = equation.source_info
+    stack = info.name_stack
+    return info.replace(name_stack=type(stack)(stack.stack[names]))
 
 
 def _is_literal(atom: Any) -> bool:
@@ -134,8 +98,8 @@ def _shape(aval: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 
-def _items(body: Any) -> list[Equation | _Part]:
-    """Returns the equations of a program, with those of repeated parts in their parts."""
+def _with_calls(body: Any) -> list[Equation] | None:
+    """Returns the equations of a program with calls for its repeated parts; None without any."""
     reads = collections.Counter(_variables(body.eqns, body.outvars))
     for depth in range(1, _DEEPEST):
         scopes = functools.partial(_scopes, depth=depth)
@@ -148,12 +112,21 @@ def _items(body: Any) -> list[Equation | _Part]:
         ]
         counts = collections.Counter(part.key for part in parts if part is not None)
         if any(count > 1 for count in counts.values()):
-            return [
-                item
-                for part, run in zip(parts, runs, strict=True)
-                for item in ([part] if part is not None and counts[part.key] > 1 else run)
-            ]
-    return list(body.eqns)
+            break
+    else:
+        return None
+    calls: dict[Hashable, Any] = {}
+    equations: list[Any] = []
+    for part, run in zip(parts, runs, strict=True):
+        if part is None or counts[part.key] < 2:
+            equations += run
+            continue
+        if part.key not in calls:
+            calls[part.key] = _call(body, part, depth)
+        variables = {"invars": list(part.invars), "outvars": list(part.outvars)}
+        source = _source(run[0], slice(depth))
+        equations.append(calls[part.key].replace(source_info=source, **variables))
+    return equations
 
 
 def _scopes(equation: Equation, depth: int) -> tuple[Any, ...]:
@@ -187,7 +160,7 @@ def _part(run: Sequence[Equation], reads: collections.Counter[Any], depth: int) 
         tuple(_keys(run, numbers, depth)),
         tuple(numbers[v] for v in outputs),
     )
-    return _Part(run, _scopes(run[0], depth), inputs, outputs, key)
+    return _Part(run, inputs, outputs, key)
 
 
 def _keys(equations: Sequence[Equation], numbers: dict[Any, int], depth: int) -> Iterator[Hashable]:
