@@ -8,6 +8,7 @@ import functools
 import gc
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import jax.extend.core as jex_core
 import policy as policy_package
 from policy.core.messages import warn_once
 from policy.core.scope import current_scope, is_lost_in_own_code
+from policy.programs.jaxprs import programs_of
 from policy.programs.marks import NO_POLICY
 
 _LAYERS = ("linear.py", "attention.py", "recurrent.py", "normalization.py")
@@ -43,7 +45,7 @@ def after_event(event: str, duration_secs: float, **facts: Any) -> None:
     """
     if not event.endswith("/jaxpr_trace_duration"):
         return
-    around = _codes_around(sys._getframe(1))
+    around = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1))]
     if any(_writer(code.co_filename) == "ours" for code in around) or not is_lost_in_own_code():
         return
     plain: dict[Any, str] = {}  # by the code that calls the layer
@@ -59,15 +61,6 @@ def after_event(event: str, duration_secs: float, **facts: Any) -> None:
             f"mpmodules.{api}.apply_policy on the model, or policy.autocast on the function. If no "
             "policy is intended for it, call it inside use_policy(None)."
         )
-
-
-def _codes_around(frame: Any) -> list[Any]:
-    """Returns the code of a frame, and of the frames around it."""
-    codes = []
-    while frame is not None:
-        codes.append(frame.f_code)
-        frame = frame.f_back
-    return codes
 
 
 def _last_traced(function: str) -> list[Any]:
@@ -101,10 +94,8 @@ def _note(body: Any, around: Sequence[Any], plain: dict[Any, str], obeying: set[
         if layers and layers[-1].co_name != "__init__":
             api = "linen" if f"{os.sep}linen{os.sep}" in layers[-1].co_filename else "nnx"
             plain[caller] = f"flax.{api}.{layers[-1].co_qualname.split('.')[0]}"
-        for value in equation.params.values():
-            for held in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(held, jex_core.Jaxpr | jex_core.ClosedJaxpr):
-                    _note(getattr(held, "jaxpr", held), codes, plain, obeying)
+        for program in programs_of(equation):
+            _note(program, codes, plain, obeying)
 
 
 @functools.cache
