@@ -35,7 +35,6 @@ from policy.programs.jaxprs import (
     OpenJaxpr,
     Subprogram,
     bind,
-    equations_of,
     opened,
     programs_of,
     subprogram,
@@ -301,8 +300,8 @@ class RoundedSums:
 @functools.lru_cache(maxsize=4096)
 def _results_of(jaxpr: OpenJaxpr) -> frozenset[Any]:
     """Returns the variables that the equations of a program, and of those inside of it, define."""
-    found = {variable for equation in equations_of(jaxpr) for variable in equation.outvars}
-    inner = [one for equation in equations_of(jaxpr) for one in programs_of(equation)]
+    found = {variable for equation in jaxpr.eqns for variable in equation.outvars}
+    inner = [one for equation in jaxpr.eqns for one in programs_of(equation)]
     return frozenset(found.union(*map(_results_of, inner)))
 
 
@@ -331,7 +330,7 @@ class _Search:
                 for atom, one in zip(jaxpr.outvars, is_wanted, strict=True)
                 if one and not isinstance(atom, Literal)
             }
-            for equation in reversed(equations_of(jaxpr)):
+            for equation in reversed(jaxpr.eqns):
                 if not wanted.isdisjoint(equation.outvars):
                     found = [equation.invars[i] for i in self._operands(equation, wanted, weights)]
                     wanted.update(atom for atom in found if not isinstance(atom, Literal))
@@ -414,7 +413,7 @@ def _of_weights(jaxpr: OpenJaxpr, is_weight: Sequence[bool]) -> set[Any]:
       is_weight: for each of its arguments, whether it is one.
     """
     weights = {v for v, one in zip(jaxpr.invars, is_weight, strict=True) if one}
-    for equation in equations_of(jaxpr):
+    for equation in jaxpr.eqns:
         if equation.invars and all(_is_of_weights(x, weights) for x in equation.invars):
             weights.update(equation.outvars)
     return weights

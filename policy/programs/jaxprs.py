@@ -303,11 +303,6 @@ def bind(
     return list(outputs) if primitive.multiple_results else [outputs]
 
 
-def equations_of(jaxpr: OpenJaxpr) -> Sequence[Equation]:
-    """Returns the equations of an open jaxpr, without those of programs inside it."""
-    return jaxpr.eqns
-
-
 def equations_within(jaxpr: OpenJaxpr, *, once: bool = False) -> Iterator[Equation]:
     """Yields every equation of an open jaxpr and of programs inside it, in any role and order.
 

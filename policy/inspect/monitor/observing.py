@@ -32,7 +32,6 @@ from policy.programs.jaxprs import (
     Equation,
     OpenJaxpr,
     bind,
-    equations_of,
     equations_within,
     opened,
     programs_of,
@@ -120,7 +119,7 @@ class Observer(ModuleValueInterpreter):
         self, jaxpr: OpenJaxpr, consts: Sequence[PlacedValue], args: Sequence[PlacedValue]
     ) -> list[PlacedValue]:
         self.passes = collections.defaultdict(set)
-        for equation in equations_of(jaxpr):
+        for equation in jaxpr.eqns:
             for atom in equation.invars:
                 if not hasattr(atom, "val"):
                     self.passes[atom].add(self.place_of(equation).direction)

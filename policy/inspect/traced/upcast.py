@@ -18,7 +18,6 @@ from policy.programs.jaxprs import (
     Equation,
     OpenJaxpr,
     bind,
-    equations_of,
     is_jaxpr,
     opened,
     programs_of,
@@ -167,7 +166,7 @@ def dtypes_of(jaxpr: OpenJaxpr) -> list[Any]:
     """Returns the dtypes in an open jaxpr and in the programs inside it."""
     variables = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars]
     inner: list[Any] = []
-    for equation in equations_of(jaxpr):
+    for equation in jaxpr.eqns:
         variables += equation.outvars
         for program in programs_of(equation):
             inner += dtypes_of(program)
