@@ -10,7 +10,7 @@ import jax
 
 from policy.autocasting.evaluator import Evaluator
 from policy.autocasting.operations import opaque_kind
-from policy.autocasting.requests import with_requests_of_backward, with_requests_of_rule
+from policy.autocasting.requests import with_requests_of_rule
 from policy.autocasting.settings import UnknownPrimitiveError
 from policy.autocasting.source_lines import is_of_linear_algebra
 from policy.autocasting.values import CastValue, Values, bound_as_traced, cast
@@ -51,7 +51,7 @@ def custom_jvp(evaluator: Evaluator, equation: Equation, values: Values) -> Valu
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
         with evaluator.tracing_rules(equation):
             again = functools.partial(rule_of, primals=primals)
-            rule = with_requests_of_rule(again(equation), equation, again, compute)
+            rule = with_requests_of_rule(again(equation), equation, compute, again)
         moved = [tangents[i] for i in floats]
         run = Body(inside, rule, [*values, *[CastValue(t, is_tangent=True) for t in moved]])
         outputs = run.arrays(*primals, *moved)
@@ -140,8 +140,8 @@ class _VjpRules:
         """Returns the results and the residuals of the rewritten function."""
         forward, backward = self._traced(self.equation, given)
         again = lambda second: self._traced(second, given)[0]  # noqa: E731
-        forward = with_requests_of_rule(forward, self.equation, again, self.compute)
-        self.backward = with_requests_of_backward(backward, self.equation, self.compute)
+        forward = with_requests_of_rule(forward, self.equation, self.compute, again)
+        self.backward = with_requests_of_rule(backward, self.equation, self.compute)
         results = Body(self.inside, forward, self.values).arrays(*given)
         count = len(self.equation.outvars)
         return results[:count], results[count:]

@@ -86,35 +86,22 @@ def with_requests(
 
 
 def with_requests_of_rule(
-    rule: Any, equation: Equation, again: Callable[[Equation], Any], half: np.dtype
+    rule: Any, equation: Equation, half: np.dtype, again: Callable[[Equation], Any] | None = None
 ) -> Any:
     """Returns a program of a derivative rule with its matmuls marked as `with_requests` does.
 
     Args:
       rule: the closed jaxpr, traced in float32.
       equation: the one of the function that has the rule.
-      again: returns the rule's program for the equation of the second trace.
       half: compute_dtype.
+      again: returns the rule's program for the equation of the second trace; None of the backward
+        rule of a `jax.custom_vjp`, which that trace has kept.
     """
     second, of_casts = _second.get(rule_of(equation), (None, False))
-    if second is None:
+    if second is None or (again is None and rule_of(second) not in _backward):
         return rule
-    return with_requests(rule, lambda: again(second), half, is_rule=True, of_casts=of_casts)
-
-
-def with_requests_of_backward(rule: Any, equation: Equation, half: np.dtype) -> Any:
-    """As `with_requests_of_rule`, for the backward rule of a `jax.custom_vjp`.
-
-    Args:
-      rule: the closed jaxpr of the backward rule, traced in float32.
-      equation: the one of the function that has the rule.
-      half: compute_dtype.
-    """
-    second, of_casts = _second.get(rule_of(equation), (None, False))
-    program = None if second is None else _backward.get(rule_of(second))
-    if program is None:
-        return rule
-    return with_requests(rule, lambda: program, half, is_rule=True, of_casts=of_casts)
+    trace = again or (lambda second: _backward[rule_of(second)])
+    return with_requests(rule, lambda: trace(second), half, is_rule=True, of_casts=of_casts)
 
 
 _second: weakref.WeakKeyDictionary[Any, tuple[Equation, bool]] = weakref.WeakKeyDictionary()

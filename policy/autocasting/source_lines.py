@@ -305,7 +305,7 @@ def _casts_in(value: Any, near: Sequence[str], seen: set[int]) -> Iterator[str]:
     name = str(value if isinstance(value, str | np.dtype) else getattr(value, "__name__", ""))
     if _SPEAKS.fullmatch(name):
         yield name
-    held = getattr(value, "__wrapped__", None)
+    held = getattr(value, "__func__", None) or getattr(value, "__wrapped__", None)
     inside: list[Any] = [] if held is None else [held]
     if isinstance(value, functools.partial):
         inside = [value.func, *value.args, *value.keywords.values()]
@@ -315,8 +315,6 @@ def _casts_in(value: Any, near: Sequence[str], seen: set[int]) -> Iterator[str]:
         inside += [each.cell_contents for each in value.__closure__ or () if each != _EMPTY]
         if _is_near(value.__code__.co_filename, near):
             yield from (each.co_name for each in with_nested(value.__code__) if _speaks(each))
-    elif isinstance(value, classmethod | staticmethod | types.MethodType):
-        inside = [value.__func__]
     else:
         cls = value if isinstance(value, type) else type(value)
         file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
