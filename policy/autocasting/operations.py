@@ -75,10 +75,10 @@ class CastOperation:
         if not floats or (floats[0].is_mask and all(value.is_mask for value in floats)):
             for output in outputs:
                 output.is_mask = True
-        may_be_table = not floats or floats[0].is_table or floats[0].yields  # most are none
         # A sum or root of activations in half, such as rows of a table, is no table.
         is_activation = self.category == "fp32" and any(v.is_half and not v.yields for v in floats)
-        if self.narrows and may_be_table and not is_activation and makes_table(floats, half):
+        makes_table = all(_is_table(value) and not _is_lost(value, half) for value in floats)
+        if self.narrows and makes_table and not is_activation:
             for output in outputs:
                 output.is_table = True
         elif self.category == "promote" and is_input(floats, half):
@@ -384,11 +384,6 @@ def meets_tables(values: Values, half: Any) -> bool:
         or (not _is_lost(value, half) and (_is_table(value) or _follows(value, shapes)))
         for value in values
     )
-
-
-def makes_table(values: Values, half: Any) -> bool:
-    """Returns whether an operation on float32 values makes a table."""
-    return all(_is_table(value) and not _is_lost(value, half) for value in values)
 
 
 def is_input(values: Values, half: Any) -> bool:

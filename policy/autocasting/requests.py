@@ -208,17 +208,16 @@ def _said_elementwise(first: Operations, second: Operations) -> dict[int, str]:
     """Returns the marks of sums, products and bounded functions of operands that lines cast to
     float32. A program that several calls run is marked if all of them ask for it.
     """
-    kinds = [[_kind(each) for each, *_ in trace.elementwise] for trace in (first, second)]
+    kinds = [
+        [(each.primitive, each.outvars[0].aval.shape) for each, *_ in trace.elementwise]
+        for trace in (first, second)
+    ]
     if kinds[0] != kinds[1]:
         return {}
     numbers = [id(each) for each, *_ in first.elementwise]
     is_asked = [asks for *_, asks in second.elementwise]
     others = set(itertools.compress(numbers, map(operator.not_, is_asked)))
     return dict.fromkeys(set(numbers) - others, marks.operation_in_float32())
-
-
-def _kind(equation: Equation) -> Any:
-    return equation.primitive, equation.outvars[0].aval.shape
 
 
 def _tell(equation: Equation, half: np.dtype) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import types
 from typing import Any
 
-import jax.extend.core as jex_core
 import numpy as np
+from jax.extend.core import Literal
 
 from policy.autocasting.source_lines import is_of_jax
 from policy.autocasting.values import CastValue, Values, cast
@@ -30,7 +30,8 @@ def without_float64(equation: Equation, values: Values) -> tuple[Equation, Value
     if equation.primitive.name == "bitcast_convert_type":  # random numbers are made of bits
         return equation, values
     pairs = zip(equation.invars, values, strict=True)
-    if any(value.dtype == _F64 and not _is_number(atom, value) for atom, value in pairs):
+    others = [v for atom, v in pairs if v.constant is None and not isinstance(atom, Literal)]
+    if any(value.dtype == _F64 for value in others):
         return equation, values
     is_cast = equation.primitive.name == "convert_element_type"
     if is_cast and not (is_of_jax(equation) and float_dtype(equation.invars[0].aval) == F32):
@@ -48,10 +49,6 @@ def without_float64(equation: Equation, values: Values) -> tuple[Equation, Value
         else v
         for v in values
     ]
-
-
-def _is_number(atom: Any, value: CastValue) -> bool:
-    return isinstance(atom, jex_core.Literal) or value.constant is not None
 
 
 def _is_f64(value: Any) -> bool:
