@@ -321,7 +321,7 @@ def check_inner(
         # inside `jax.shard_map` a leaf too small for codes may be a part of a larger one
         if is_stored_as_codes(leaf) and leaf.codec == form and not is_coded:
             one = jax.eval_shape(lambda x, form=form: encode(x, form), one)
-        if _types(leaf) != _types(one):
+        if types_of(leaf) != types_of(one):
             wrong.append(f"{path_name(path)} is {_text(leaf)} instead of {_text(one)}")
     if wrong:
         raise ValueError(
@@ -333,10 +333,10 @@ def check_inner(
         )
 
 
-def _types(leaf: Any) -> tuple[Any, list[Any]]:
-    """Returns the structure, and the shapes and dtypes, of a leaf of a state."""
-    arrays, tree = jax.tree.flatten(leaf)
-    return tree, [(jnp.shape(x), getattr(x, "dtype", None)) for x in arrays]
+def types_of(tree: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the structure of a tree, and its leaves' shapes and dtypes; it can be hashed."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple([(getattr(x, "shape", ()), getattr(x, "dtype", None)) for x in leaves])
 
 
 def _text(leaf: Any) -> str:

@@ -126,7 +126,7 @@ class Stepper:
           ValueError: a moment can't be stored as `moment_dtype` says.
         """
         state = self._state(params, masters)
-        self._made[_types_of(params)] = jax.tree.map(
+        self._made[checks.types_of(params)] = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state
         )
         if self.moment_dtypes is not None:
@@ -168,7 +168,7 @@ class Stepper:
             moment's dtype, or the kind of loss scale differ.
         """
         made = self._made_for(params)
-        if made is not None and _have_same_types(state, made):
+        if made is not None and checks.types_of(state) == checks.types_of(made):
             return checks.has_stored_mode(state, state.layout.dtypes or ())
         is_stored = checks.require_storage(params, state, self.master_weights)
         if type(state.loss_scale) is not type(self.loss_scale):
@@ -186,7 +186,7 @@ class Stepper:
 
         None where `init` can't be traced: it reads values, or more than shapes.
         """
-        key = _types_of(params)
+        key = checks.types_of(params)
         if key not in self._made:
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
             try:
@@ -389,20 +389,6 @@ def _chosen(
         return selected(flag, *[branch(operands) for branch in branches])
     tpu_selects = all(w.as_update or w.mode.is_packed or w.is_wide for w in weights)
     return cond_or_select(flag, *branches, operands, tpu_selects=tpu_selects)
-
-
-def _types_of(params: optax.Params) -> Hashable:
-    leaves, tree = jax.tree.flatten(params)
-    return tree, tuple([(x.shape, x.dtype) for x in leaves])
-
-
-def _have_same_types(tree: Any, shapes: Any) -> bool:
-    """Returns whether arrays have the structure, shapes and dtypes of a tree of shapes."""
-    (leaves, own), (expected, structure) = jax.tree.flatten(tree), jax.tree.flatten(shapes)
-    if own != structure:
-        return False
-    types = [(x.shape, x.dtype) for x in expected]
-    return [(jnp.shape(x), getattr(x, "dtype", None)) for x in leaves] == types
 
 
 def _is_eager(given: Given) -> bool:
