@@ -26,7 +26,7 @@ from policy.optim.state import (
     strongly_typed,
     without_overwritten,
 )
-from policy.optim.storage_modes import Stored, round_to, storage_mode
+from policy.optim.storage_modes import FULL, Stored, round_to, storage_mode
 from policy.optim.wrapper import MixedPrecision, require_mixed_precision
 
 Params = TypeVar("Params")
@@ -180,7 +180,7 @@ def init_from_master(
             check_mode([path_name(path)], [dtype], stepper.master_weights)
             mode = storage_mode(dtype, stepper.master_weights)
             param, stored = mode.split(jnp.asarray(leaf).astype(working_dtype(dtype)), dtype)
-            if mode.is_master:  # it may be the caller's own array, which isn't ours to donate
+            if mode is FULL:  # it may be the caller's own array, which isn't ours to donate
                 stored = jax.tree.map(strong_copy, stored)
         params.append(param)
         masters.append(stored)
@@ -244,7 +244,7 @@ def convert(
     for (path, p), stored in zip(leaves, tree.flatten_up_to(state.masters), strict=True):
         before = storage_mode(p.dtype, state.layout.master_weights)
         after = storage_mode(p.dtype, to.master_weights)
-        if before.is_master and (off := _elements_off(p, stored)):
+        if before is FULL and (off := _elements_off(p, stored)):
             wrong.append(f"{path_name(path)} in {off} of {p.size} elements")
         if not after.stores:
             masters.append(after.init(p))

@@ -50,7 +50,7 @@ from policy.optim.state import (
     with_overwritten,
     without_overwritten,
 )
-from policy.optim.storage_modes import MasterWeights, ParamUpdate
+from policy.optim.storage_modes import MasterWeights, ParamUpdate, StorageMode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -115,9 +115,10 @@ class Stepper:
         return self.make_state(params, self._first_masters(params))
 
     def _first_masters(self, params: optax.Params) -> optax.Params:
-        return jax.tree.map(
-            lambda p: storage_modes.storage_mode(p.dtype, self.master_weights).init(p), params
-        )
+        return jax.tree.map(lambda p: self._mode(p).init(p), params)
+
+    def _mode(self, param: jax.Array) -> StorageMode:
+        return storage_modes.storage_mode(param.dtype, self.master_weights)
 
     def make_state(self, params: optax.Params, masters: optax.Params) -> MixedPrecisionState:
         """Returns a state for params without their overwritten leaves, and their stored arrays.
@@ -135,7 +136,7 @@ class Stepper:
         return on_host(state) if self.state_memory_kind else state
 
     def _state(self, params: optax.Params, masters: optax.Params) -> MixedPrecisionState:
-        wide = storage_modes.inner_params(params, masters, self.master_weights)
+        wide = jax.tree.map(lambda p, kept: self._mode(p).join(p, kept), params, masters)
         inner = _run_optax(self.transform.init, wide)
         layout = layout_of(params, self.master_weights)
         seen = {id(leaf) for leaf in jax.tree.leaves((params, wide, masters))}

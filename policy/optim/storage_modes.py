@@ -202,14 +202,6 @@ def rounding_keys(
     return keys
 
 
-def _as_pair(param: jax.Array, stored: Stored) -> Encoded:
-    return param, stored
-
-
-def _same_pair(encoded: tuple[jax.Array, Stored]) -> tuple[jax.Array, Stored]:
-    return encoded
-
-
 @dataclasses.dataclass(frozen=True)
 class StorageMode:
     """The storage of float32 values in half-precision params and an array beside each.
@@ -224,16 +216,11 @@ class StorageMode:
         or wider. Finite where the param is finite, even if the stored array is stale.
       encode: maps a value, the param's dtype and a PRNG key, if the mode needs one, to the rounded
         param and its stored array, as a branch returns them. Without a key, rounds to nearest.
-      encode_same: maps a param and its stored array to the same form, unchanged.
-      decode: maps the encoded form to the param and its stored array.
       stored_dtype: the dtype of the stored array; None for modes that store nothing.
       param_dtypes: names of the half-precision dtypes that the mode takes.
       is_packed: True where the encoded form is one uint32 array. XLA would compute two arrays of
         16 bits in one pass over the moments each. A TPU's compiler writes the moments together with
         both halves, see `written_with`.
-      is_master: True where the stored array is the float32 value itself, which can disagree with
-        its param.
-      needs_key: True where rounding draws from a PRNG key.
     """
 
     name: MasterWeights
@@ -241,13 +228,9 @@ class StorageMode:
     init: Callable[[jax.Array], Stored]
     join: Callable[[jax.Array, Any], jax.Array]
     encode: Callable[[jax.Array, np.dtype, jax.Array | None], Encoded]
-    encode_same: Callable[[jax.Array, Any], Encoded] = _as_pair
-    decode: Callable[[Any], tuple[jax.Array, Stored]] = _same_pair
     stored_dtype: np.dtype | None = None
     param_dtypes: tuple[str, ...] = ("bfloat16", "float16")
     is_packed: bool = False
-    is_master: bool = False
-    needs_key: bool = False
 
     @property
     def stores(self) -> bool:
@@ -257,6 +240,14 @@ class StorageMode:
     def split(self, value: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, Stored]:
         """Splits a float32 value, rounded to nearest, into a param of `dtype` and its array."""
         return self.decode(self.encode(value, np.dtype(dtype), None))
+
+    def encode_same(self, param: jax.Array, stored: Any) -> Encoded:
+        """Returns the form that `encode` returns, of a param and its stored array, unchanged."""
+        return _pair(param, stored) if self.is_packed else (param, stored)
+
+    def decode(self, encoded: Any) -> tuple[jax.Array, Stored]:
+        """Returns the param and its stored array, from the form that `encode` returns."""
+        return halves(encoded) if self.is_packed else encoded
 
 
 def _nothing(param: jax.Array) -> Stored:
@@ -273,7 +264,7 @@ def _encode_alone(value: jax.Array, dtype: np.dtype, key: jax.Array | None) -> E
 
 
 NONE = StorageMode("none", 0, init=_nothing, join=_param_alone, encode=_encode_alone)
-STOCHASTIC = dataclasses.replace(NONE, name="stochastic", needs_key=True)
+STOCHASTIC = dataclasses.replace(NONE, name="stochastic")
 
 
 FULL = StorageMode(
@@ -283,7 +274,6 @@ FULL = StorageMode(
     join=lambda param, master: master,
     encode=lambda value, dtype, key: (round_to(value, dtype), value),
     stored_dtype=np.dtype("float32"),
-    is_master=True,
 )
 
 
@@ -293,8 +283,6 @@ REMAINDER = StorageMode(
     init=lambda param: jnp.zeros_like(param, jnp.uint16),
     join=join_master,
     encode=lambda value, dtype, key: pack(value),
-    encode_same=_pair,
-    decode=halves,
     stored_dtype=np.dtype("uint16"),
     param_dtypes=("bfloat16",),
     is_packed=True,
@@ -341,15 +329,6 @@ def storage_text(code: int) -> str:
     return f"an unknown storage ({code})"
 
 
-def inner_params(
-    params: optax.Params, masters: optax.Params, master_weights: MasterWeights
-) -> optax.Params:
-    """Returns the params that the inner transform sees: float32, or wider."""
-    return jax.tree.map(
-        lambda p, stored: storage_mode(p.dtype, master_weights).join(p, stored), params, masters
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class ParamUpdate:
     """The update of one param, whose float32 value is stored in a mode.
@@ -380,7 +359,7 @@ class ParamUpdate:
         """Returns the result of the branch that steps to a float32 `value`."""
         if self.as_update and self.is_wide:
             return update, optax.MaskedNode()
-        key = key if self.mode.needs_key else None
+        key = key if self.mode is STOCHASTIC else None
         return self._in_branch(self.mode.encode(value, self.dtype, key), param)
 
     def skipped(self, param: jax.Array, stored: Stored) -> Encoded:
@@ -398,11 +377,9 @@ class ParamUpdate:
 
     def result(self, encoded: Encoded, param: jax.Array) -> tuple[jax.Array, Stored]:
         """Returns the param, or its update, and its stored array, from a branch's result."""
-        if not self.mode.is_packed:
-            new, stored = encoded
-            return new, stored
         new, stored = self.mode.decode(encoded)
-        return _difference(new, param) if self.as_update else new, stored
+        is_difference = self.as_update and self.mode.is_packed
+        return _difference(new, param) if is_difference else new, stored
 
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -171,8 +171,7 @@ def _check_key(key: Any, master_weights: MasterWeights | None, narrow_moments: b
         raise ValueError(
             f"master_weights should be one of {names} or None, but got {master_weights!r}."
         )
-    mode = STORAGE_MODES.get(master_weights or "none")  # "auto" is none of them
-    needs_key = mode is not None and mode.needs_key
+    needs_key = master_weights == "stochastic"
     if needs_key and key is None:
         raise ValueError(
             f"master_weights={master_weights!r} needs a key: mixed_precision(..., "
