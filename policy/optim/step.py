@@ -283,7 +283,7 @@ class Stepper:
         state, params = given.state, given.params
         leaves, tree = jax.tree.flatten(params)
         weights = [ParamUpdate.of(p.dtype, self.master_weights, as_updates) for p in leaves]
-        norm = self._norm(given)
+        norm = None if self.clip_global_norm is None else self._norm(given)
         flag = self._flag(given, norm, belongs, weights)
         branches = self._branches(given, weights, norm)
         operands = Operands(params, given.gradients, state.inner, state.masters)
@@ -304,10 +304,8 @@ class Stepper:
         after = on_host(after) if self.state_memory_kind else after
         return tree.unflatten([result for result, _ in new]), after
 
-    def _norm(self, given: Given) -> jax.Array | None:
-        """Returns the global norm of unscaled gradients, () float32; None without clipping."""
-        if self.clip_global_norm is None:
-            return None
+    def _norm(self, given: Given) -> jax.Array:
+        """Returns the global norm of unscaled gradients, () float32."""
         if gradients.examples_axis(given.gradients, given.params):
             raise ValueError(
                 "clip_global_norm clips one gradient, but these gradients are per example, and the "

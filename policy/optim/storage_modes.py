@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -239,14 +239,7 @@ class StorageMode:
 
     def split(self, value: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, Stored]:
         """Splits a float32 value, rounded to nearest, into a param of `dtype` and its array."""
-        return self.decode(self.encode(value, np.dtype(dtype), None))
-
-    def encode_same(self, param: jax.Array, stored: Any) -> Encoded:
-        """Returns the form that `encode` returns, of a param and its stored array, unchanged."""
-        return _pair(param, stored) if self.is_packed else (param, stored)
-
-    def decode(self, encoded: Any) -> tuple[jax.Array, Stored]:
-        """Returns the param and its stored array, from the form that `encode` returns."""
+        encoded: Any = self.encode(value, np.dtype(dtype), None)
         return halves(encoded) if self.is_packed else encoded
 
 
@@ -366,7 +359,8 @@ class ParamUpdate:
         """Returns the result of the branch that changes nothing, of the same types."""
         if self.as_update and self.is_wide:
             return jnp.zeros_like(param), optax.MaskedNode()
-        return self._in_branch(self.mode.encode_same(param, stored), param)
+        same = _pair(param, cast("Any", stored)) if self.mode.is_packed else (param, stored)
+        return self._in_branch(same, param)
 
     def _in_branch(self, encoded: Encoded, param: jax.Array) -> Encoded:
         # a packed pair leaves the branch as one array, and is taken apart outside
@@ -377,9 +371,11 @@ class ParamUpdate:
 
     def result(self, encoded: Encoded, param: jax.Array) -> tuple[jax.Array, Stored]:
         """Returns the param, or its update, and its stored array, from a branch's result."""
-        new, stored = self.mode.decode(encoded)
-        is_difference = self.as_update and self.mode.is_packed
-        return _difference(new, param) if is_difference else new, stored
+        if not self.mode.is_packed:
+            new, stored = encoded
+            return new, stored
+        new, stored = halves(cast("jax.Array", encoded))
+        return _difference(new, param) if self.as_update else new, stored
 
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
