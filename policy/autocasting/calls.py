@@ -92,7 +92,8 @@ def _key(evaluator: Evaluator, equation: Equation, values: Values) -> Hashable:
     where = evaluator.place_of(equation), path[:1], frozenset(evaluator.held_by(equation).items())
     params = tuple((name, id(value)) for name, value in sorted(equation.params.items()))
     constants = tuple((getattr(v.constant, "dtype", None), str(v.constant)) for v in values)
-    facts = operator.attrgetter("yields", "narrows", "weak", "is_table", "is_mask", "is_picked")
+    names = "yields", "narrows", "weak", "is_table", "is_mask", "is_picked", "is_scaled"
+    facts = operator.attrgetter(*names)
     known = tuple((jax.typeof(value.array), facts(value)) for value in values)
     return equation.primitive, params, where, constants, known
 

@@ -211,7 +211,11 @@ class Evaluator(Interpreter[CastValue]):
         done, outputs = operation.evaluated()
         if self.report is not None:
             self.report.note(self.path_of(equation), name, done, [value.array for value in outputs])
-        return outputs
+        pairs = zip(equation.outvars, outputs, strict=True)
+        return [
+            value.narrowed_to(place.compute) if value.is_scaled and v in self.picked else value
+            for v, value in pairs
+        ]
 
     def name_stack_of(self, equation: Equation) -> Any:
         return marks.without(equation.source_info.name_stack)

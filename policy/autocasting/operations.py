@@ -25,6 +25,7 @@ from policy.autocasting.matmuls import computed
 from policy.autocasting.report import OPAQUE_MATMUL
 from policy.autocasting.settings import Place
 from policy.autocasting.values import CastValue, Evaluated, Values, bound, bound_as_traced, cast
+from policy.functions.checkpointing import keeping_inputs
 from policy.programs import primitives
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype
 from policy.programs.jaxprs import Equation, bind, programs_of, runs_any, subprograms
@@ -52,6 +53,7 @@ class CastOperation:
     values: Values
 
     def __post_init__(self) -> None:
+        self.given = self.values
         if not self.place.region and self.name != "add_any":
             self.values = self._read()
 
@@ -249,12 +251,39 @@ class CastOperation:
                 is_float = bool(_dtypes(self.equation.outvars))
                 return "float32, read in half", self._traced(narrows=is_float)
             dtype = half  # rounded now or afterwards, the numbers are the same
+        if dtype != F32 and self._scales():
+            return "float32, read in half", self._scaled()
         result: Any = self.equation.outvars[0].aval if self.name in primitives.NARY else None
         arrays = [self._operand(value, dtype, result) for value in self.values]
         is_product = self.name in primitives.PRODUCTS and dtype != F32
         if is_product and any(is_broadcast(value, result.shape) for value in self.values):
             return str(dtype), broadcast_product(self.equation, self.values, arrays, dtype)
         return str(dtype), self._bound(arrays)
+
+    def _scales(self) -> bool:
+        """Returns whether activations are multiplied or divided by a number that would be rounded,
+        and all of them be off by one factor, or are a sum of such products.
+        """
+        if self.name in primitives.FORWARD_ADDITIONS:
+            return any(value.is_scaled for value in self.given)
+        numbers = (v for v in self.values if v.is_mask and v.yields and not v.array.ndim)
+        return self.name in primitives.PRODUCTS and any(
+            value.constant is None or not _is_exact(value.constant, self.place.compute)
+            for value in numbers
+        )
+
+    def _scaled(self) -> Values:
+        """Returns the product or sum in float32, to be half precision for what reads it.
+
+        Its residuals are numbers; those of a number's quotient are activations in half precision.
+        """
+        if self.name == "div" and self.values[0].yields:
+            number, x = self.values
+            quotient = keeping_inputs(lambda x: lax.div(number.as_dtype(F32), cast(x, F32)))
+            return [CastValue(quotient(x.array), narrows=True)]
+        pairs = zip(self.given, self.values, strict=True)
+        self.values = [given if given.is_scaled else value for given, value in pairs]
+        return self._traced(narrows=True, is_scaled=True)
 
     def _operand(self, value: CastValue, dtype: np.dtype, result: Any) -> Any:
         """Returns the array of a value in the dtype of an elementwise operation.
@@ -330,6 +359,11 @@ def fits(constant: Any, dtype: DTypeLike) -> bool:
         narrow = np.asarray(constant).astype(dtype)
     is_normal = abs(narrow) >= jnp.finfo(dtype).tiny or constant == 0 or np.isnan(constant)
     return bool(np.isinf(narrow) == np.isinf(constant) and is_normal)
+
+
+def _is_exact(constant: Any, dtype: DTypeLike) -> bool:
+    with np.errstate(over="ignore", under="ignore"):
+        return bool(np.asarray(constant).astype(dtype).astype(F32) == np.float32(constant))
 
 
 def saturates(constant: Any, dtype: DTypeLike) -> bool:

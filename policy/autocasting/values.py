@@ -48,6 +48,8 @@ class CastValue:
       is_tangent: whether it is computed from tangents of a derivative rule.
       is_picked: whether an operation picks elements of it, such as the label's logit. Then others
         must not read it unrounded, as XLA has them: their results and the elements may cancel.
+      is_scaled: whether it is a product of an activation with a number that half precision rounds,
+        or a sum of such products: others like it read it in float32.
     """
 
     array: Any
@@ -64,6 +66,7 @@ class CastValue:
     is_mask: bool = False
     is_tangent: bool = False
     is_picked: bool = False
+    is_scaled: bool = False
 
     @property
     def dtype(self) -> Any:

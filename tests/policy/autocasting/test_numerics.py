@@ -2,6 +2,7 @@
 gradients.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -355,6 +356,53 @@ def test_a_matmul_of_a_real_number_with_a_complex_one_runs_as_it_was_traced():
     np.testing.assert_allclose(jax.jit(autocast(f, BF16))(weights, x), f(weights, x))
     gradient = jax.eval_shape(jax.grad(lambda w: autocast(f, BF16)(w, x).sum()), weights)
     assert gradient.dtype == jnp.float32
+
+
+def moving_average(y: Any) -> Any:
+    mean = y[0]
+    for row in y[1:]:
+        mean = 0.95 * mean + 0.05 * row
+    return mean
+
+
+SCALED: dict[str, Any] = {
+    "twenty times": lambda y: functools.reduce(lambda y, _: y * 1.01, range(20), y),
+    "a moving average": moving_average,
+    "almost all of it": lambda y: y - 0.999 * y,
+    "a temperature": lambda y: jax.nn.log_softmax(y / 0.07),
+    "a computed one": lambda y: jax.nn.log_softmax(y * jnp.sqrt(80.0)),
+    "a label's logit": lambda y: jax.nn.logsumexp(y / 0.07, -1) - (y / 0.07)[:, 3],
+    "a number's quotient": lambda y: 0.7 / (1 + jnp.exp(0.3 * y)),
+}
+
+
+@pytest.mark.cases(fast=2)
+@pytest.mark.parametrize("name", SCALED)
+@POLICIES
+def test_a_number_that_half_precision_rounds_scales_as_written(name, policy):
+    """Of an exact product, beside float64."""
+    w, x = (jnp.asarray(RNG.integers(-8, 9, shape) / 8, jnp.float32) for shape in ((4, 8), (64, 4)))
+    y = np.asarray(x @ w).astype(half_of(policy))
+    with jax.enable_x64(True):
+        truth, gradients = jax.vjp(SCALED[name], jnp.asarray(y, jnp.float64))
+        cotangents = jnp.asarray(RNG.normal(size=truth.shape))
+        (of_y,) = gradients(cotangents)
+        of_w = np.asarray(x, np.float64).T @ np.asarray(of_y)
+    program = autocast(lambda w, x: SCALED[name](x @ w), policy, params=0)
+    found, gradients = jax.vjp(lambda w: program(w, x), w)
+    unit = float(jnp.finfo(half_of(policy)).eps)
+    assert error(found, truth) < unit
+    assert error(gradients(jnp.asarray(cotangents, jnp.float32))[0], of_w) < 2 * unit
+
+
+def test_a_scaled_activation_is_saved_in_half_precision():
+    def scaled(w, x):
+        y = x @ w
+        return jax.nn.gelu(y) @ w + (0.3 * y) * (1.1 * y) + 0.7 / jnp.maximum(y, 1)
+
+    program = autocast(scaled, BF16, params=0)
+    saved = jax.eval_shape(lambda: jax.tree.leaves(jax.vjp(program, W, X)[1]))
+    assert {leaf.dtype.name for leaf in saved if leaf.shape == X.shape} == {"bfloat16"}
 
 
 def cross_entropy(p: Any) -> Any:
