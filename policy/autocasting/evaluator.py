@@ -193,7 +193,7 @@ class Evaluator(Interpreter[CastValue]):
 
     def _evaluated(self, equation: Equation, values: Values) -> Values:
         name, place = equation.primitive.name, self.place_of(equation)
-        category = self._category(equation)
+        category, variables = self._category(equation), equation.outvars
         if jax.dtypes.canonicalize_dtype(np.float64) == np.float64 and not place.is_layer:
             equation, values = without_float64(equation, values)
         layout = widened_layout(equation) if name in REBUILT and not place.is_layer else None
@@ -211,7 +211,7 @@ class Evaluator(Interpreter[CastValue]):
         done, outputs = operation.evaluated()
         if self.report is not None:
             self.report.note(self.path_of(equation), name, done, [value.array for value in outputs])
-        pairs = zip(equation.outvars, outputs, strict=True)
+        pairs = zip(variables, outputs, strict=True)
         return [
             value.narrowed_to(place.compute) if value.is_scaled and v in self.picked else value
             for v, value in pairs
