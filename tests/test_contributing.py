@@ -1,6 +1,5 @@
 """docs/contributing.md against the tree: its names, its tables, its picture and its tasks."""
 
-import ast
 import re
 
 import pytest
@@ -37,33 +36,6 @@ def test_every_path_of_the_page_is_in_the_tree():
     named = paths(PROSE)
     assert len(named) > 50
     assert [path for path in sorted(named) if not any(ROOT.glob(path))] == []
-
-
-@pytest.mark.parametrize(
-    ("file", "names"),
-    [
-        ("policy/programs/primitives.py", "_TABLE"),
-        ("policy/inspect/audit/findings.py", "FINDING_KINDS"),
-        ("policy/inspect/audit/audit.py", "_CHECKS"),
-        ("policy/inspect/audit/flow.py", "Flow"),
-        ("policy/optim/storage_modes.py", "STORAGE_MODES StorageMode MasterWeights"),
-        ("policy/optim/wrapper.py", "mixed_precision"),
-        ("policy/optim/step.py", "Stepper _step"),
-        ("mpmodules/linen/_layer.py", "Layer _call_layer"),
-        ("mpmodules/nnx/_layer.py", "Layer _call_layer"),
-        ("tests/mpmodules/table/cases.py", "Case"),
-    ],
-)
-def test_a_file_defines_the_names_that_the_page_sends_readers_to(file, names):
-    defined = set()
-    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            defined.add(node.name)
-        elif isinstance(node, ast.AnnAssign | ast.Assign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            defined |= {target.id for target in targets if isinstance(target, ast.Name)}
-    for name in names.split():
-        assert name in defined and f"`{name}`" in TEXT
 
 
 def test_each_command_of_the_page_is_in_the_file_that_it_runs_from():

@@ -61,7 +61,7 @@ PAGES = {
 CASES = [
     pytest.param(name, marks=[pytest.mark.slow] if "<!-- slow -->" in text else [])
     for name, text in PAGES.items()
-    if blocks_of(text) and name != "tasks.md"  # its blocks are programs of their own: test_tasks.py
+    if blocks_of(text)
 ]
 
 
