@@ -342,7 +342,7 @@ def with_kept_outputs(call: MethodCall, outputs: Any) -> tuple[Any, list[Any]]:
       TypeError: such an output and its argument differ in structure.
     """
     keep, kept = getattr(type(call.module), "keep_outputs", {}), []
-    if not keep:
+    if not keep or not isinstance(outputs, Mapping | tuple | list):
         return outputs, kept
     bound = inspect.signature(call.method).bind(call.module, *call.args, **call.kwargs)
     items = dict(outputs) if isinstance(outputs, Mapping) else dict(enumerate(outputs))

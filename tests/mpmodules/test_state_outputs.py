@@ -119,6 +119,17 @@ def test_keep_outputs_that_can_not_hold_is_rejected(api, keep, error, words):
 
 
 @APIS
+def test_a_method_of_one_output_has_none_to_keep(api):
+    def call(self: Any, x: Any, carry: Any) -> Any:
+        return x + carry["h"]
+
+    base: Any = nn.Module if api == "linen" else nnx.Module
+    net = type("Net", (base,), {"__call__": call, "keep_outputs": {1: "carry"}})(dtype_policy=MIXED)
+    run = net if api == "nnx" else lambda *args: net.apply({}, *args)
+    assert run(jnp.ones(()), {"h": jnp.ones((), BF16)}).dtype == F32
+
+
+@APIS
 def test_own_code_that_is_no_option_is_rejected(api):
     base: Any = nn.Module if api == "linen" else nnx.Module
     cls: Any = type("Net", (base,), {"__call__": lambda self, x: x, "own_code": "kep"})
