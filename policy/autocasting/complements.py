@@ -1,4 +1,5 @@
-"""Finds bounded activations whose distance from their bound matters, as in a loss by hand:
+"""Finds quotients whose gradients cancel, and bounded activations whose distance from their bound
+matters, as in a loss by hand:
 
     p = sigmoid(x);  -y * log(p) - (1 - y) * log(1 - p)
 
@@ -8,8 +9,19 @@ that returns `p`.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax.extend.core as jex_core
+import numpy as np
+
 from policy.autocasting.normalizations import COPIES
+from policy.autocasting.values import cast
+from policy.functions.checkpointing import keeping_inputs
 from policy.programs import primitives
+from policy.programs.dtypes import F32
+from policy.programs.jaxprs import Equation, OpenJaxpr, bind
 from policy.programs.primitives import BOUNDED, STEEP_AT_BOUNDS, STEEP_AT_ONE
 from policy.programs.reading.graph import Graph, Node, Value
 
@@ -108,3 +120,88 @@ def _magnitude(value: Value) -> float | None:
     while value.number is None and value.maker is not None and value.maker.name in COPIES:
         value = value.maker.inputs[0]
     return None if value.number is None else float(abs(value.number))
+
+
+# --------------------------------------------------------------------------------------------------
+# Quotients of two functions of one activation: the gradients of both almost cancel
+# --------------------------------------------------------------------------------------------------
+
+_OF_ONE = primitives.ADDITIONS | primitives.PRODUCTS | primitives.MINMAX | primitives.SIGN_CHANGES
+_OF_ONE |= primitives.POWERS | {"abs", "sqrt"}
+_MOST = 12  # equations of a quotient
+
+
+@dataclasses.dataclass(frozen=True)
+class Quotient:
+    """A division of two elementwise functions of one variable, such as ``y / (1 + abs(y))``.
+
+    Attributes:
+      source: the variable.
+      equations: those of both functions in order, and the division last.
+    """
+
+    source: Any
+    equations: tuple[Equation, ...]
+
+    def computed(self, array: Any) -> Any:
+        """Returns the quotient in the dtype of `array`, computed in float32 from the source's
+        `array`, which alone is saved for the gradient.
+        """
+
+        def run(array: Any) -> Any:
+            found = {self.source: cast(array, F32)}
+            for each in self.equations:
+                atoms = [np.float32(a.val) if _is_number(a) else found[a] for a in each.invars]
+                (found[each.outvars[0]],) = bind(each, atoms)
+            return cast(found[self.equations[-1].outvars[0]], array.dtype)
+
+        return keeping_inputs(run)(array)
+
+
+def quotients(jaxpr: OpenJaxpr) -> dict[int, Quotient]:
+    """Returns the quotients of a program by the identities of their divisions."""
+    divisions = [e for e in jaxpr.eqns if _divides_variables(e)]
+    makers = {v: e for e in jaxpr.eqns for v in e.outvars} if divisions else {}
+    found: dict[int, Quotient] = {}
+    for division in divisions:
+        for source in _sources(division.invars[0], makers):
+            made = {id(division): division}
+            if all(_is_made(atom, source, makers, made) for atom in division.invars):
+                equations = tuple(e for e in jaxpr.eqns if id(e) in made)
+                found[id(division)] = Quotient(source, equations)
+                break
+    return found
+
+
+def _is_number(atom: Any) -> bool:
+    return isinstance(atom, jex_core.Literal)
+
+
+def _divides_variables(equation: Equation) -> bool:
+    is_float32 = equation.primitive.name == "div" and equation.outvars[0].aval.dtype == F32
+    return is_float32 and not any(map(_is_number, equation.invars))
+
+
+def _sources(variable: Any, makers: dict[Any, Equation]) -> Iterator[Any]:
+    """Yields a variable and those that it is computed from alone, the nearest first."""
+    for _ in range(_MOST):
+        yield variable
+        maker = makers.get(variable)
+        operands = {atom for atom in maker.invars if not _is_number(atom)} if maker else set()
+        if len(operands) != 1:
+            return
+        (variable,) = operands
+
+
+def _is_made(
+    atom: Any, source: Any, makers: dict[Any, Equation], made: dict[int, Equation]
+) -> bool:
+    """Returns whether numbers and a source alone make a variable of its shape; notes how."""
+    if _is_number(atom) or atom is source:
+        return True
+    maker = makers.get(atom)
+    if maker is None or maker.primitive.name not in _OF_ONE or len(made) > _MOST:
+        return False
+    made[id(maker)] = maker
+    is_alike = atom.aval.shape == source.aval.shape and atom.aval.dtype == source.aval.dtype
+    return is_alike and all(_is_made(each, source, makers, made) for each in maker.invars)

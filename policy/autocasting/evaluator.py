@@ -13,6 +13,7 @@ import jax
 import jax.extend.core as jex_core
 import numpy as np
 
+from policy.autocasting.complements import Quotient, quotients
 from policy.autocasting.operations import CastOperation, fits_in_range
 from policy.autocasting.regions import NOWHERE, Regions, regions_of
 from policy.autocasting.report import Report
@@ -59,6 +60,8 @@ class Evaluator(Interpreter[CastValue]):
       picked: the variables that an operation picks elements of.
       widened: the operands of a softmax's ``x - max(x)``, read in float32, so that the maximum is
         one of the same numbers.
+      quotients: the divisions of two functions of one variable, by identity.
+      sources: the values of these variables.
     """
 
     settings: Settings
@@ -73,6 +76,8 @@ class Evaluator(Interpreter[CastValue]):
     readers: dict[Any, collections.Counter[str]] = dataclasses.field(default_factory=dict)
     picked: set[Any] = dataclasses.field(default_factory=set)
     widened: set[Any] = dataclasses.field(default_factory=set)
+    quotients: dict[int, Quotient] = dataclasses.field(default_factory=dict)
+    sources: dict[Any, CastValue | None] = dataclasses.field(default_factory=dict)
     notes: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     # Values ---------------------------------------------------------------------------------------
@@ -161,6 +166,8 @@ class Evaluator(Interpreter[CastValue]):
         inner = copy.copy(self)
         inner.regions, inner.readers = regions, _readers_of(jaxpr)
         inner.picked, inner.widened = _picked(jaxpr), set()
+        inner.quotients = quotients(jaxpr)
+        inner.sources = {each.source: None for each in inner.quotients.values()}
         for each in jaxpr.eqns:
             if each.primitive.name in FORWARD_ADDITIONS and inner._category(each) == "fp32":
                 inner.widened |= {v for v in each.invars if not isinstance(v, jex_core.Literal)}
@@ -176,6 +183,20 @@ class Evaluator(Interpreter[CastValue]):
                 output.is_tangent = True
         return [self._noted(v, one) for v, one in zip(equation.outvars, outputs, strict=True)]
 
+    def _quotient(self, equation: Equation, values: Values, place: Place) -> Values | None:
+        """Returns a division of two functions of one activation, rounded once; None of others.
+
+        Its gradients in numerator and divisor almost cancel: rounded, they would be off by far.
+        """
+        quotient = self.quotients.get(id(equation))
+        value = None if quotient is None else self.sources[quotient.source]
+        if quotient is None or value is None or value.yields or place.region:
+            return None
+        halves = [each.narrowed_to(place.compute) for each in (value, *values)]
+        if not all(each.is_half and each.dtype == place.compute for each in halves):
+            return None
+        return [CastValue(quotient.computed(halves[0].array))]
+
     def _noted(self, variable: Any, value: CastValue) -> CastValue:
         """Returns a value with what the program's readers of a variable say about it.
 
@@ -183,6 +204,8 @@ class Evaluator(Interpreter[CastValue]):
         float32 and cast it, so that its cotangents are summed in float32, as those of params that
         are stored in float32.
         """
+        if variable in self.sources:
+            self.sources[variable] = value
         if variable in self.picked and value.is_half and not value.yields:
             value.is_picked = True  # of the same value, which is widened once for all readers
             return value
@@ -208,7 +231,8 @@ class Evaluator(Interpreter[CastValue]):
         if category == "control" and name in self.handlers:
             return self.handlers[name](self, equation, values)
         operation = CastOperation(equation, category, place, self.settings.narrows, values)
-        done, outputs = operation.evaluated()
+        quotient = self._quotient(equation, values, place) if category == "promote" else None
+        done, outputs = ("widened, then cast", quotient) if quotient else operation.evaluated()
         if self.report is not None:
             self.report.note(self.path_of(equation), name, done, [value.array for value in outputs])
         pairs = zip(variables, outputs, strict=True)

@@ -395,6 +395,43 @@ def test_a_number_that_half_precision_rounds_scales_as_written(name, policy):
     assert error(gradients(jnp.asarray(cotangents, jnp.float32))[0], of_w) < 2 * unit
 
 
+QUOTIENTS: dict[str, Any] = {
+    "softsign": lambda y: y / (1 + jnp.abs(y)),
+    "jax.nn's": jax.nn.soft_sign,
+    "rational": lambda y: y * y / (1 + y * y),
+    "root": lambda y: y / jnp.sqrt(1 + y * y),
+    "of a product": lambda y: (lambda q: q / (1 + jnp.abs(q)))(y * y[:, ::-1]),
+}
+
+
+@pytest.mark.cases(fast=2)
+@pytest.mark.parametrize("name", QUOTIENTS)
+@POLICIES
+def test_the_gradients_of_a_bounded_quotient_cancel_in_float32(name, policy):
+    """They are off by 0.03 to 8 if those of the numerator and the divisor are rounded."""
+    w = jnp.eye(8)
+    x = jnp.asarray(
+        RNG.choice([-1, 1], (64, 8)) * RNG.choice([8, 11, 13, 16], (64, 8)), jnp.float32
+    )
+    with jax.enable_x64(True):
+        truth, gradient = jax.vjp(QUOTIENTS[name], jnp.asarray(x, jnp.float64))
+        (of_x,) = gradient(jnp.ones_like(truth))
+    program = autocast(lambda w, x: QUOTIENTS[name](x @ w), policy, params=0)
+    found, gradient = jax.vjp(lambda x: program(w, x), x)
+    unit = float(jnp.finfo(half_of(policy)).eps)
+    assert error(found, truth) < unit
+    assert error(gradient(jnp.ones_like(found))[0], of_x) < 2 * unit
+    saved = jax.eval_shape(lambda: jax.tree.leaves(jax.vjp(program, w, x)[1]))
+    sizes = [leaf.dtype.itemsize for leaf in saved if leaf.shape == x.shape]
+    assert 4 not in sizes
+
+
+def test_a_quotient_of_exponentials_stays_in_float32():
+    program = autocast(lambda w, x: jnp.exp(x @ w) / (1 + jnp.exp(x @ w)), BF16, params=0)
+    found = jnp.log(1 - program(jnp.eye(1), jnp.full((1, 1), 9.0)))
+    assert largest_error(found, -jax.nn.softplus(9.0)) < 1e-3
+
+
 def test_a_scaled_activation_is_saved_in_half_precision():
     def scaled(w, x):
         y = x @ w
