@@ -4,7 +4,7 @@ matters, as in a loss by hand:
     p = sigmoid(x);  -y * log(p) - (1 - y) * log(1 - p)
 
 bfloat16 rounds a `p` above 1 - 2**-9 to 1, and the loss to infinity. So does the user of a model
-that returns `p`.
+that returns `p`, and a loop that multiplies its carry by `p` in every step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from policy.programs import primitives
 from policy.programs.dtypes import F32
 from policy.programs.jaxprs import Equation, OpenJaxpr, bind
 from policy.programs.primitives import BOUNDED, STEEP_AT_BOUNDS, STEEP_AT_ONE
-from policy.programs.reading.graph import Graph, Node, Value
+from policy.programs.reading.graph import Graph, Node, Value, is_joint, readers_past
 
 _MIXES = primitives.FORWARD_ADDITIONS | primitives.PRODUCTS | primitives.MINMAX | {"select_n"}
 _PLACES = primitives.PLACES | {"stack"}
@@ -53,6 +53,10 @@ def complements(graph: Graph, *, returns: bool) -> tuple[set[Node], set[Node]]:
     for node in steep:
         values = node.inputs[node.name == "div" :]
         before |= _before(values, mixes=True, is_shifted=node.name in STEEP_AT_ONE)
+    for node in graph.nodes:
+        if node.name == "mul" and (gates := [v for v in node.inputs if not _is_carried(v)]):
+            gated = _before(gates, mixes=False, is_shifted=False) if len(gates) == 1 else set()
+            before |= gated | {node} if gated else gated
     if returns:
         outputs = [value for value in graph.outputs if value.is_float]
         before |= _before(outputs, mixes=False, is_shifted=False)
@@ -62,13 +66,17 @@ def complements(graph: Graph, *, returns: bool) -> tuple[set[Node], set[Node]]:
         if node in before and any(value.maker in reached for value in node.inputs):
             reached.add(node)
     activations -= {node for node in activations if _is_read_inside(node, reached | steep)}
-    return reached - activations, activations
+    # Saves nothing, and would round the distance if it was rounded.
+    makers = {value.maker for node in activations | reached for value in node.inputs}
+    shifts = {node for node in makers if node and _shifts(node) and len(node.out.readers) == 1}
+    return (reached | shifts) - activations, activations
 
 
 def _is_read_inside(activation: Node, users: set[Node]) -> bool:
     """Returns whether some of an activation's users stand in a program that saves its operands."""
     depth = _saved_depth(activation)
-    return any(user in users and _saved_depth(user) > depth for user in activation.out.readers)
+    found = readers_past([activation.out], lambda node: is_joint(node) and node in users)
+    return any(user in users and _saved_depth(user) > depth for user in found)
 
 
 def _saved_depth(node: Node) -> int:
@@ -105,6 +113,13 @@ def _before(values: list[Value], *, mixes: bool, is_shifted: bool) -> set[Node]:
             facts = is_reduced or node.name in _TOGETHER, is_shifted or _shifts(node)
             waiting += [(operand, *facts) for operand in operands]
     return found
+
+
+def _is_carried(value: Value) -> bool:
+    """Returns whether a value is a copy of a loop's carry."""
+    while value.maker is not None and value.maker.name in COPIES - {"carry"}:
+        value = value.maker.inputs[0]
+    return value.maker is not None and value.maker.name == "carry"
 
 
 def _shifts(node: Node) -> bool:
