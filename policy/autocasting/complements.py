@@ -9,8 +9,8 @@ that returns `p`, and a loop that multiplies its carry by `p` in every step.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.extend.core as jex_core
@@ -146,46 +146,37 @@ _OF_ONE |= primitives.POWERS | {"abs", "sqrt"}
 _MOST = 12  # equations of a quotient
 
 
-@dataclasses.dataclass(frozen=True)
-class Quotient:
-    """A division of two elementwise functions of one variable, such as ``y / (1 + abs(y))``.
-
-    Attributes:
-      source: the variable.
-      equations: those of both functions in order, and the division last.
-    """
-
-    source: Any
-    equations: tuple[Equation, ...]
-
-    def computed(self, array: Any) -> Any:
-        """Returns the quotient in the dtype of `array`, computed in float32 from the source's
-        `array`, which alone is saved for the gradient.
-        """
-
-        def run(array: Any) -> Any:
-            found = {self.source: cast(array, F32)}
-            for each in self.equations:
-                atoms = [np.float32(a.val) if _is_number(a) else found[a] for a in each.invars]
-                (found[each.outvars[0]],) = bind(each, atoms)
-            return cast(found[self.equations[-1].outvars[0]], array.dtype)
-
-        return keeping_inputs(run)(array)
+Quotient = tuple[Any, Callable[[Any], Any]]
+"""The variable, and a function of its array."""
 
 
 def quotients(jaxpr: OpenJaxpr) -> dict[int, Quotient]:
-    """Returns the quotients of a program by the identities of their divisions."""
+    """Returns the divisions of two elementwise functions of one variable, by identity.
+
+    ``y / (1 + abs(y))`` is one. Its function returns the quotient in the dtype of the variable's
+    array, computed from it in float32. The array alone is saved for the gradient.
+    """
     divisions = [e for e in jaxpr.eqns if _divides_variables(e)]
     makers = {v: e for e in jaxpr.eqns for v in e.outvars} if divisions else {}
     found: dict[int, Quotient] = {}
     for division in divisions:
-        for source in _sources(division.invars[0], makers):
+        maker = makers.get(division.invars[0])
+        for source in (division.invars[0], *(maker.invars if maker else ())):
             made = {id(division): division}
             if all(_is_made(atom, source, makers, made) for atom in division.invars):
-                equations = tuple(e for e in jaxpr.eqns if id(e) in made)
-                found[id(division)] = Quotient(source, equations)
+                equations = [e for e in jaxpr.eqns if id(e) in made]
+                run = functools.partial(_computed, source, equations)
+                found[id(division)] = source, keeping_inputs(run)
                 break
     return found
+
+
+def _computed(source: Any, equations: Sequence[Equation], array: Any) -> Any:
+    found = {source: cast(array, F32)}
+    for each in equations:
+        atoms = [np.float32(a.val) if _is_number(a) else found[a] for a in each.invars]
+        (found[each.outvars[0]],) = bind(each, atoms)
+    return cast(found[equations[-1].outvars[0]], array.dtype)
 
 
 def _is_number(atom: Any) -> bool:
@@ -195,17 +186,6 @@ def _is_number(atom: Any) -> bool:
 def _divides_variables(equation: Equation) -> bool:
     is_float32 = equation.primitive.name == "div" and equation.outvars[0].aval.dtype == F32
     return is_float32 and not any(map(_is_number, equation.invars))
-
-
-def _sources(variable: Any, makers: dict[Any, Equation]) -> Iterator[Any]:
-    """Yields a variable and those that it is computed from alone, the nearest first."""
-    for _ in range(_MOST):
-        yield variable
-        maker = makers.get(variable)
-        operands = {atom for atom in maker.invars if not _is_number(atom)} if maker else set()
-        if len(operands) != 1:
-            return
-        (variable,) = operands
 
 
 def _is_made(

@@ -167,7 +167,7 @@ class Evaluator(Interpreter[CastValue]):
         inner.regions, inner.readers = regions, _readers_of(jaxpr)
         inner.picked, inner.widened = _picked(jaxpr), set()
         inner.quotients = quotients(jaxpr)
-        inner.sources = {each.source: None for each in inner.quotients.values()}
+        inner.sources = {source: None for source, _ in inner.quotients.values()}
         for each in jaxpr.eqns:
             if each.primitive.name in FORWARD_ADDITIONS and inner._category(each) == "fp32":
                 inner.widened |= {v for v in each.invars if not isinstance(v, jex_core.Literal)}
@@ -188,14 +188,13 @@ class Evaluator(Interpreter[CastValue]):
 
         Its gradients in numerator and divisor almost cancel: rounded, they would be off by far.
         """
-        quotient = self.quotients.get(id(equation))
-        value = None if quotient is None else self.sources[quotient.source]
-        if quotient is None or value is None or value.yields or place.region:
+        source, computed = self.quotients.get(id(equation), (None, None))
+        value = self.sources.get(source)
+        if computed is None or value is None or value.yields or place.region:
             return None
         halves = [each.narrowed_to(place.compute) for each in (value, *values)]
-        if not all(each.is_half and each.dtype == place.compute for each in halves):
-            return None
-        return [CastValue(quotient.computed(halves[0].array))]
+        is_usual = all(each.is_half and each.dtype == place.compute for each in halves)
+        return [CastValue(computed(halves[0].array))] if is_usual else None
 
     def _noted(self, variable: Any, value: CastValue) -> CastValue:
         """Returns a value with what the program's readers of a variable say about it.

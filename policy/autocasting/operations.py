@@ -266,10 +266,10 @@ class CastOperation:
         """
         if self.name in primitives.FORWARD_ADDITIONS:
             return any(value.is_scaled for value in self.given)
-        numbers = (v for v in self.values if v.is_mask and v.yields and not v.array.ndim)
+        half = self.place.compute
+        numbers = [v.constant for v in self.values if v.is_mask and v.yields and not v.array.ndim]
         return self.name in primitives.PRODUCTS and any(
-            value.constant is None or not _is_exact(value.constant, self.place.compute)
-            for value in numbers
+            number is None or np.asarray(number).astype(half) != number for number in numbers
         )
 
     def _scaled(self) -> Values:
@@ -359,11 +359,6 @@ def fits(constant: Any, dtype: DTypeLike) -> bool:
         narrow = np.asarray(constant).astype(dtype)
     is_normal = abs(narrow) >= jnp.finfo(dtype).tiny or constant == 0 or np.isnan(constant)
     return bool(np.isinf(narrow) == np.isinf(constant) and is_normal)
-
-
-def _is_exact(constant: Any, dtype: DTypeLike) -> bool:
-    with np.errstate(over="ignore", under="ignore"):
-        return bool(np.asarray(constant).astype(dtype).astype(F32) == np.float32(constant))
 
 
 def saturates(constant: Any, dtype: DTypeLike) -> bool:
