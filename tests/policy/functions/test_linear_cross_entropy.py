@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpmodules import linen, nnx
-from policy import autocast, losses, use_policy
+from policy import use_policy
 from policy.losses import linear_softmax_cross_entropy as chunked
 from tests.policy.functions.linear_operands import BIAS, KERNEL, LABELS, OPTIONS, X, of_logits
 from tests.programs import named, operations
@@ -93,16 +92,6 @@ def _exact_gradients(x, kernel, labels):
     return slope @ kernel.T, x.T @ slope
 
 
-@pytest.mark.slow
-def test_second_derivatives_are_those_of_the_logits():
-    def penalty(loss, x):
-        return jnp.sum(jax.grad(loss)(x) ** 2)
-
-    ours = lambda x: chunked(x, KERNEL, LABELS, BIAS, chunk_size=16)  # noqa: E731
-    theirs = lambda x: of_logits(x, KERNEL, BIAS).mean()  # noqa: E731
-    near(jax.grad(lambda x: penalty(ours, x))(X), jax.grad(lambda x: penalty(theirs, x))(X))
-
-
 def test_forward_mode_is_rejected_with_the_way_out():
     def loss(x):
         return chunked(x, KERNEL, LABELS, BIAS, chunk_size=16)
@@ -149,22 +138,6 @@ def test_small_weights_and_a_loss_scale_lose_nothing_in_float16():
 
 
 @pytest.mark.slow
-def test_no_logits_of_all_examples_are_held():
-    x, kernel = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 32), (32, 2048)))
-    labels = jax.ShapeDtypeStruct((4096,), jnp.int32)
-
-    def temporaries(loss):
-        step = jax.jit(jax.value_and_grad(loss, (0, 1)))
-        memory: Any = step.lower(x, kernel, labels).compile().memory_analysis()
-        return memory.temp_size_in_bytes
-
-    logits, gradients = 4 * 4096 * 2048, 4 * (4096 * 32 + 32 * 2048)
-    found = temporaries(lambda x, w, y: chunked(x, w, y, chunk_size=128))
-    assert found < 0.2 * logits + 3 * gradients
-    assert temporaries(lambda x, w, y: of_logits(x, w, None, y).mean()) > logits
-
-
-@pytest.mark.slow
 def test_ignored_examples_may_hold_anything_and_none_left_costs_nothing():
     x = jnp.asarray(X).at[0, :3].set(jnp.nan)
     labels = jnp.asarray(LABELS).at[0, :3].set(-100)
@@ -180,25 +153,6 @@ def test_ignored_examples_may_hold_anything_and_none_left_costs_nothing():
     empty = jax.value_and_grad(loss, (0, 1))(X, KERNEL, jnp.full_like(labels, -100))
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(empty))
     assert loss(X[:0], KERNEL, labels[:0]) == 0
-
-
-@pytest.mark.slow
-def test_it_is_a_loss_of_models_in_both_apis_and_under_autocast():
-    with use_policy("mixed_bfloat16"):
-        model = linen.Embed(48, 16)
-        variables: Any = model.init(jax.random.key(0), jnp.zeros(1, int))
-        table = variables["params"]["embedding"]
-        embed = nnx.Embed(48, 16, rngs=nnx.Rngs(0))
-        tied = [chunked(X, w, LABELS % 48, axis=0) for w in (table, embed.embedding[...])]
-        logits = [model.apply(variables, X, method="attend"), embed.attend(jnp.asarray(X))]
-    theirs: Any
-    for ours, theirs in zip(tied, logits, strict=True):
-        expected = losses.softmax_cross_entropy_with_integer_labels(theirs, LABELS % 48).mean()
-        np.testing.assert_allclose(ours, expected, rtol=1e-2)
-    cast = jax.grad(autocast(lambda w, x: chunked(x, w, LABELS), "mixed_bfloat16", params=0))
-    assert {op.inputs for op in named(operations(cast, KERNEL, X), "dot_general")} == {
-        ("bfloat16", "bfloat16")
-    }
 
 
 @pytest.mark.cases(fast=2)
