@@ -240,19 +240,6 @@ def gradient_of(fn: Any, inside: bool) -> Any:
     return jax.grad(autocast(fn, BF16, params=0))
 
 
-def uses(w: Any, x: Any) -> Any:
-    return sum(jnp.sum((x * (1 + i / 64)) @ w) for i in range(64))
-
-
-@pytest.mark.cases(slow=1)
-@EITHER
-def test_the_gradient_of_a_weight_used_64_times_is_accumulated_in_float32(inside):
-    fn = gradient_of(uses, inside)
-    adds = named(operations(fn, W, jnp.abs(X)), "add_any")
-    assert [op.inputs for op in adds] == [FULLS] * 63
-    assert largest_error(fn(W, jnp.abs(X)), jax.grad(uses)(W, jnp.abs(X))) < 4e-3
-
-
 @pytest.mark.cases(slow=1)
 @EITHER
 def test_the_gradient_of_a_recurrence_of_512_steps_is_accurate(inside):

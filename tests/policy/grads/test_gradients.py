@@ -178,22 +178,6 @@ def test_a_half_precision_weight_used_many_times_accumulates_in_float32(name):
     np.testing.assert_array_equal(rounded, gradient.astype(jnp.bfloat16))  # rounded once
 
 
-@pytest.mark.slow
-def test_an_embedding_used_many_times_accumulates_in_float32():
-    count = lambda table: table[jnp.zeros(4096, int)].astype(jnp.float32).sum()  # noqa: E731
-    assert grad(count)(jnp.ones(2, jnp.bfloat16))[0] == 4096
-    assert jax.grad(count)(jnp.ones(2, jnp.bfloat16))[0] == 256
-
-
-def test_a_float32_weight_cast_at_each_use_accumulates_in_float32():
-    def tied(w):
-        return sum(jnp.dot(XS[i], w.astype(jnp.bfloat16)).astype(jnp.float32) for i in range(32))
-
-    truth = np.asarray(XS[:32], np.float64).sum(0)
-    gradient = grad(tied, grads="compute", policy="mixed_bfloat16")(jnp.ones(4)).tree
-    np.testing.assert_array_equal(gradient, jnp.asarray(truth, jnp.float32).astype(jnp.bfloat16))
-
-
 def test_what_cannot_be_entered_still_gives_jaxs_gradient():
     @jax.custom_jvp
     def double(x):
