@@ -208,17 +208,3 @@ def test_batches_of_ragged_matmuls_and_other_modes_stay_in_compute_dtype():
     cast = autocast(lambda w, x: jax.vmap(lax.ragged_dot)(x, w, sizes), "mixed_int8", params=0)
     text = str(jax.make_jaxpr(cast)(kernels, x))
     assert "ragged_dot_general" in text and "i8[" not in text
-
-
-@pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("experts", [1, 3, 8, 17])
-def test_any_number_of_experts_has_the_numbers_of_a_loop(experts):
-    sizes = RNG.multinomial(60, np.full(experts, 1 / experts))
-    x, w = normal(64, 16), normal(experts, 16, 8)
-    y = ragged("i8", sizes)(x, w)
-    by, ends = scaled("i8"), np.cumsum((0, *sizes))
-    numbers = (((1,), (0,)), ((), ()))
-    for e, (a, b) in enumerate(itertools.pairwise(ends)):
-        expected = scaled_dot_general(x[a:b], w[e], numbers, by, dtype=x.dtype)
-        np.testing.assert_array_equal(y[a:b], expected)
-    assert not np.asarray(y[60:], np.float32).any()
