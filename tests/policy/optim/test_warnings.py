@@ -204,12 +204,3 @@ def test_gradients_that_carry_the_scale_of_a_loss_scaled_by_hand_are_silent():
     new, _, finite = apply_gradients(tx, PARAMS, state, ScaledGradients(scaled, scale.loss_scale))
     np.testing.assert_allclose(new["a"], 0.999, rtol=1e-6)
     assert finite
-
-
-@pytest.mark.slow
-def test_an_nnx_optimizer_tells_it_too():
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), dtype_policy="mixed_float16")
-    optimizer = nnx.Optimizer(model, transform(), wrt=nnx.Param)
-    gradients = nnx.grad(lambda model: model(jnp.ones((1, 3))).sum())(model)
-    with pytest.warns(DtypePolicyWarning, match=TOLD):
-        optimizer.update(model, gradients)
