@@ -96,19 +96,3 @@ def test_a_cache_of_another_dtype_is_obeyed():
         model = NnxBlock(nnx.Rngs(0))
     model.attention.init_cache(X.shape, jnp.bfloat16)
     assert model.attention.cached_key[...].dtype == jnp.bfloat16
-
-
-@pytest.mark.slow
-def test_a_policy_applied_to_flaxs_own_attention_decodes():
-    theirs = flax_linen.MultiHeadDotProductAttention(num_heads=2, qkv_features=8, decode=True)
-    ported = linen.apply_policy(theirs, "mixed_bfloat16")
-    variables: Any = ported.init(KEY, X)
-    y, updates = ported.apply(variables, X[:, :1], mutable=["cache"])  # type: ignore[misc]
-    assert y.dtype == jnp.float32
-    assert cached(variables["cache"]) == cached(updates["cache"]) == {jnp.dtype(jnp.bfloat16)}
-
-    plain: Any = flax_nnx.MultiHeadAttention(2, 16, decode=True, rngs=flax_nnx.Rngs(0))
-    model = nnx.apply_policy(plain, "mixed_bfloat16")
-    model.init_cache(X.shape)
-    assert model(X[:, :1]).dtype == jnp.float32
-    assert model.cached_key[...].dtype == jnp.bfloat16

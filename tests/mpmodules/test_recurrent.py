@@ -40,16 +40,6 @@ def rnn_of_table(api: str, case: Case, policy: str) -> Built:
     return built(api, rnn, policy)
 
 
-@pytest.mark.cases(fast=1, slow=4)
-@EACH_CELL
-def test_half_parameters_have_flaxs_tree_and_orthogonal_kernels_are_drawn_in_float32(api, case):
-    ours, full = (jax.tree.leaves(built(api, case, text)[1]) for text in ("bfloat16", None))
-    for a, b in zip(ours, full, strict=True):
-        assert (a.shape, a.dtype) == (b.shape, jnp.bfloat16)
-        if b.ndim == 2 and b.shape[0] == HIDDEN:  # orthogonal; what runs in half draws in half
-            assert_same_bits(a, b.astype(jnp.bfloat16))
-
-
 @pytest.mark.cases(fast=1, slow=10)
 @EACH_CELL
 def test_a_hand_threaded_cell_lowers_to_the_same_program(api, case):

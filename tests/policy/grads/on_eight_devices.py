@@ -68,18 +68,6 @@ def test_a_program_that_is_in_jaxs_compilation_cache_can_still_be_read():
     assert found[0] == found[1] and len(found[0]) == 1
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_under_jit_gradients_cross_in_the_dtype_of_the_weight_gradients_dot(dtype):
-    tx = mixed_precision(optax.adam(1e-2), "mixed_bfloat16")
-    state = placed(tx.init(F32), EVERYWHERE)
-    args = placed(F32, EVERYWHERE), state, placed(BATCH, SPLIT)
-    step = plain_step(tx, functools.partial(loss_fn, dtype=dtype))
-    found = collectives_of(step, *args)
-    assert {c.dtype for c in found if c.size > 1} == {jnp.dtype(dtype).name}
-    assert {(c.operation, c.axes) for c in found} == {("all-reduce", ("data",))}
-    assert sorted(c.size for c in found if c.size > 1) == [16, 64]
-
-
 def test_the_axes_of_a_mesh_of_two_are_told_apart_in_what_xla_wrote():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     part = PartitionSpec("data", "model")

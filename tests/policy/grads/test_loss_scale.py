@@ -201,7 +201,7 @@ def test_squares_of_float64_are_taken_in_float64():
             assert all_squares_finite(jnp.full(2, value), 8.0) == is_finite
 
 
-@pytest.mark.cases(fast=1, slow=36)
+@pytest.mark.cases(fast=1, slow=8)
 @pytest.mark.parametrize("shape", [(512, 256), (256, 512), (2, 256, 256), (64,), (3, 3, 128, 256)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("value", [1.0, np.inf, -np.inf, np.nan])
