@@ -358,7 +358,7 @@ def shapes_of(layer: Any) -> tuple[Callable[[Any, Any], Any], Any]:
     return layer.apply, jax.eval_shape(layer.init, jax.random.key(0), X)
 
 
-@pytest.mark.cases(fast=2, slow=40)
+@pytest.mark.cases(fast=2, slow=16)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("text", "name"), in_8_bits(ALL_LAYERS))
 def test_an_audit_finds_nothing_in_our_layers(text, name, place):

@@ -58,7 +58,7 @@ def test_backward_keeps_nothing_in_float32(dtype):
         assert sum(leaf.size for leaf in kept) <= x.size
 
 
-@pytest.mark.cases(fast=1, slow=33)
+@pytest.mark.cases(fast=1, slow=8)
 @pytest.mark.parametrize("pool", ("avg_pool", "max_pool", "min_pool"))
 @pytest.mark.parametrize("padding", ("SAME", "VALID", ((1, 0), (2, 1))))
 @pytest.mark.parametrize("strides", (None, (2, 1), (3, 3)))

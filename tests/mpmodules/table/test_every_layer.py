@@ -228,18 +228,6 @@ def test_half_inputs_have_the_dtypes_of_the_policy_forward_and_backward(api, cas
         assert dtypes_of(trace.input_gradients) <= {jnp.dtype(inputs_in).name}
 
 
-def stored_and_returned(trace: Trace) -> Any:
-    return trace.params, trace.rest, trace.out, trace.state, trace.param_gradients
-
-
-@pytest.mark.cases(fast=1, slow=37)
-@EACH_CASE
-def test_with_no_policy_float32_stays_float32(api, case):
-    trace = trace_of(api, case, None)
-    assert dtypes_of(stored_and_returned(trace)) <= {"float32"}
-    assert not {dtype for op in trace.ops for dtype in op.inputs} & (HALVES | {"float64"})
-
-
 def is_repaired(api: str, case: Case) -> bool:
     """Whether Flax's result is float32 from ``dtype=bfloat16``, or an error, and ours follows
     `dtype`.
@@ -248,7 +236,7 @@ def is_repaired(api: str, case: Case) -> bool:
     return repaired or (api, case.layer, case.setting) == ("nnx", "MultiHeadAttention", "decoding")
 
 
-@pytest.mark.cases(fast=2, slow=40)
+@pytest.mark.cases(fast=2, slow=16)
 @pytest.mark.parametrize("given", ({}, {"dtype": jnp.bfloat16}), ids=("inferred", "bfloat16"))
 @pytest.mark.parametrize(
     "inputs_in", (jnp.float32, jnp.bfloat16), ids=("f32 inputs", "bf16 inputs")
@@ -271,7 +259,7 @@ def shapes_of(api: str, case: Case, modules: Any, inputs_in: Any, given: dict[st
     return jax.eval_shape(lambda params, rest: run.apply(params, rest, run.inputs)[0], params, rest)
 
 
-@pytest.mark.cases(fast=1, slow=39)
+@pytest.mark.cases(fast=1, slow=12)
 @EACH_CASE
 def test_with_no_policy_an_explicit_half_dtype_sums_in_float32(api, case):
     # Flax multiplies float32 weights by half values there, and adds a float32 low-rank part to a
@@ -292,7 +280,7 @@ OF_NUMBERS = [
 ]
 
 
-@pytest.mark.cases(fast=1, slow=37)
+@pytest.mark.cases(fast=1, slow=12)
 @each(OF_NUMBERS)
 def test_complex_inputs_give_under_a_policy_what_they_give_without(api, case):
     with jax.numpy_dtype_promotion("standard"):
@@ -311,7 +299,7 @@ def x64():
         yield
 
 
-@pytest.mark.cases(fast=1, slow=29)
+@pytest.mark.cases(fast=1, slow=12)
 @EACH_CASE
 def test_with_x64_a_half_policy_makes_no_float64(x64, api, case):
     trace = traced(api, case, "mixed_bfloat16")
@@ -328,11 +316,12 @@ def test_with_x64_a_half_policy_makes_no_float64(x64, api, case):
 IN_FLOAT64 = [(api, case) for api, case in CASES if (api, case.setting) != ("linen", "forced")]
 
 
-@pytest.mark.cases(fast=1, slow=25)
+@pytest.mark.cases(fast=1, slow=12)
 @each(IN_FLOAT64)
 def test_with_x64_a_float64_policy_is_obeyed_everywhere(x64, api, case):
     trace = traced(api, case, "float64", inputs_in=jnp.float64)
-    assert dtypes_of(stored_and_returned(trace)) == {"float64"}
+    stored = trace.params, trace.rest, trace.state
+    assert dtypes_of((*stored, trace.out, trace.param_gradients)) == {"float64"}
     found = [op for op in trace.ops if op.name in SUMS | set(MATMULS)]
     seen = {dtype for op in found for dtype in (*op.inputs, *op.outputs)}
     assert not seen & (HALVES | {"float32"})

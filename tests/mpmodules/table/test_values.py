@@ -50,7 +50,7 @@ def initial_values(api: str, case: Case, modules: Any, **dtypes: Any) -> Any:
     return jax.jit(lambda key: run.init(key)[0])
 
 
-@pytest.mark.cases(fast=1, slow=21)
+@pytest.mark.cases(fast=1, slow=9)
 @pytest.mark.parametrize("policy", ("mixed_bfloat16", "bfloat16"))
 @each(LAYERS)
 def test_a_layer_has_flaxs_tree_and_initial_values(api, case, policy):

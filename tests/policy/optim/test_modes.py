@@ -74,7 +74,7 @@ def test_every_pair_of_modes_is_rejected_by_both_names_or_stores_the_same(dtype,
             call(params, state, GRADIENTS)
 
 
-@pytest.mark.cases(fast=1, slow=21)
+@pytest.mark.cases(fast=1, slow=9)
 @pairs
 def test_convert_migrates_from_every_mode_to_every_other(dtype, a, b):
     (params, state), tx, bits = start(a, dtype), transform(b, dtype), bits_of(dtype, a, b)

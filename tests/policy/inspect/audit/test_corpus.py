@@ -67,7 +67,7 @@ def is_seen(program: Program, run: Any) -> bool:
     )
 
 
-@pytest.mark.cases(fast=2, slow=40)
+@pytest.mark.cases(fast=2, slow=16)
 @pytest.mark.parametrize("place", range(len(FAULTS)), ids=[one.name for one in FAULTS])
 def test_a_fault_is_seen_in_all_its_places(place):
     fault = FAULTS[place]
@@ -75,7 +75,7 @@ def test_a_fault_is_seen_in_all_its_places(place):
     assert bool(missed) == (fault.name in NOT_SEEN), missed
 
 
-@pytest.mark.cases(fast=2, slow=40)
+@pytest.mark.cases(fast=2, slow=16)
 @pytest.mark.parametrize("place", range(len(CLEAN)), ids=[one.name for one in CLEAN])
 def test_a_clean_program_has_no_finding_in_any_place(place):
     program = CLEAN[place]

@@ -391,7 +391,7 @@ def test_compare_suggest_and_explain_have_a_row_for_each_and_rules_name_them(api
     assert_rows(record.path for record in autocast(fn, HALF).explain(*args).records)
 
 
-@pytest.mark.cases(fast=1, slow=29)
+@pytest.mark.cases(fast=1, slow=9)
 @EACH_API
 @pytest.mark.parametrize("name", FEW)
 def test_autocast_ports_and_assertions_obey_patterns_of_each(api, name):

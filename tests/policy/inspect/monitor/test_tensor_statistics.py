@@ -72,7 +72,7 @@ CASES = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=21)
+@pytest.mark.cases(fast=1, slow=9)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_statistics_are_those_of_numpy(case, dtype):
