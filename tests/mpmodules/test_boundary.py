@@ -325,20 +325,6 @@ def test_a_bare_layer_returns_compute_dtype_casts_nothing_back_and_takes_integer
         run()
 
 
-@pytest.mark.cases(fast=1)
-@BOTH
-def test_a_function_between_layers_is_own_code(api):
-    seen: list[str] = []
-
-    def function(x):
-        seen.append(x.dtype.name)
-        return x * 2
-
-    model = api.ours(sequential(function), MIXED)
-    assert [op.outputs for op in named(ops_of(model), "mul")] == [("bfloat16",)]
-    assert set(seen) == {"float32"}
-
-
 @pytest.mark.slow
 @BOTH
 def test_with_x64_float64_is_a_policy_like_any_other_and_reductions_follow_theirs(api):

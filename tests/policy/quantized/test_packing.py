@@ -11,9 +11,7 @@ import pytest
 from flax import serialization
 
 import mpmodules  # noqa: F401
-from policy.core.param_formats import NF4
 from policy.quantized import QuantizedArray, pack_params, quantize_params, unpack_params
-from policy.quantized.codes import numbers
 
 
 def is_same(tree, other):
@@ -123,14 +121,6 @@ def test_orbax_rejects_another_format_and_pickles_tell_it(tmp_path):
         with pytest.raises(ValueError, match=r"(?s)float8.*int8"):
             checkpointer.restore(tmp_path / "tree", {"w": kernel_in("float8")})
     assert is_same(pickle.loads(pickle.dumps(other)), other)
-
-
-@pytest.mark.cases(fast=1)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-def test_a_table_is_looked_up_exactly_in_the_dtype_read(dtype):
-    found = numbers(jnp.arange(16).astype(jnp.uint4), "nf4", dtype)
-    held = np.asarray(NF4, jnp.bfloat16 if dtype == jnp.bfloat16 else np.float32)
-    np.testing.assert_array_equal(found, held.astype(np.float32))
 
 
 @pytest.mark.parametrize("stored", ["int8", "float8", "int4:32", "uint4:32", "nf4"])

@@ -6,83 +6,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
 
 import policy
-from policy.core.param_formats import CODES, ParamFormat, format_of
+from policy.core.param_formats import ParamFormat, format_of
 from policy.quantized import QuantizedArray, products
 
 FORMATS = ("int8", "int8:32", "float8", "float8:32", "int4:32", "int4:16", "nf4:32")
-
-# Dettmers et al., QLoRA (arXiv:2305.14314), appendix E
-NF4 = np.array(
-    [
-        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    ],
-    np.float32,
-)
 
 NIBBLES = np.arange(64 * 8).reshape(64, 8) % 16
 
 
 def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def widened_in_numpy(x, text):
-    """Quantizes along axis -2, and returns codes in the shape of blocks and the numbers."""
-    name, _, block = text.partition(":")
-    block = int(block or x.shape[-2])
-    parts = x.reshape(*x.shape[:-2], -1, block, x.shape[-1])
-    largest = {"int8": 127, "float8": 448, "int4": -8, "nf4": 1}[name]
-    amax = np.abs(parts).max(-2, keepdims=True)
-    if name == "int4":  # ggml's quantize_row_q4_0_ref: the number of the largest magnitude to -8
-        amax = np.take_along_axis(parts, np.abs(parts).argmax(-2, keepdims=True), -2)
-    scale = (amax / np.float32(largest)).astype(ml_dtypes.bfloat16).astype(np.float32)
-    unit = parts / np.where(scale == 0, 1, scale)
-    if name == "nf4":
-        codes = np.abs(unit[..., None] - NF4).argmin(-1)
-        numbers = NF4[codes]
-    elif name == "float8":
-        numbers = np.clip(unit, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        codes = numbers
-    else:
-        low, high = (-8, 7) if name == "int4" else (-largest, largest)
-        numbers = codes = np.clip(np.rint(unit), low, high)
-    return codes, (numbers * scale).reshape(x.shape).astype(np.float32)
-
-
-@pytest.mark.cases(fast=1)
-@pytest.mark.parametrize("text", FORMATS)
-def test_codes_are_those_of_numpy(text):
-    x = normal(3, 64, 8)
-    x[0, :, 2] = 0
-    x[1, 5, 3] = -40
-    stored = QuantizedArray.of(jnp.asarray(x), text)
-    codes, numbers = widened_in_numpy(x, text)
-    assert stored.format.text == text and stored.shape == x.shape and stored.dtype == np.float32
-    found = np.asarray(stored.codes).view(CODES[stored.format.name].dtype).astype(np.float32)
-    np.testing.assert_array_equal(found.reshape(codes.shape), codes)
-    np.testing.assert_array_equal(stored.widened(), numbers)
-    half = np.asarray(stored.astype(jnp.bfloat16).widened().astype(jnp.float32))
-    # In bfloat16 the table of nf4 is rounded before its numbers are scaled.
-    rtol = 2**-7 if text.startswith("nf4") else 0
-    np.testing.assert_allclose(
-        half, numbers.astype(ml_dtypes.bfloat16).astype(np.float32), rtol=rtol
-    )
-
-
-def test_every_code_of_nf4_is_its_number():
-    stored = QuantizedArray.of(jnp.asarray(NF4)[:, None], "nf4:16")
-    assert stored.codes.dtype == jnp.uint4
-    np.testing.assert_array_equal(stored.codes.astype(jnp.int32)[0, :, 0], np.arange(16))
-    np.testing.assert_array_equal(stored.widened()[:, 0], NF4)
 
 
 @pytest.mark.cases(fast=1, slow=9)
