@@ -19,9 +19,7 @@ from policy.inspect.audit.flow import (
     makers,
     moved_from,
     reached,
-    views,
 )
-from policy.inspect.traced.equation_facts import size
 from policy.programs import primitives as ops
 from policy.programs.reading.graph import Node, Value, is_joint
 
@@ -76,10 +74,6 @@ def _are_codes(value: Value) -> bool:
     )
 
 
-def _wide(codes: str) -> str:
-    return "int32" if codes == "int8" else "float32"
-
-
 def narrow_accumulators(flow: Flow) -> Iterator[Finding]:
     """Yields matmuls of 8-bit operands whose result has less than the range of their sums.
 
@@ -92,9 +86,10 @@ def narrow_accumulators(flow: Flow) -> Iterator[Finding]:
         elif "int8" not in dtypes and is_narrow(result) and result != "bfloat16":
             why = f"the sum, in units of the scales, may be beyond the range of {result}"
         if why and len(dtypes) == 2 and all(map(is_eight_bits, dtypes)):
+            wide = "int32" if dtypes[0] == "int8" else "float32"
             message = (
                 f"{node.name} of {dtypes[0]} returns {result}: {why}. Pass "
-                f"preferred_element_type={_wide(dtypes[0])}, and round after scaling."
+                f"preferred_element_type={wide}, and round after scaling."
             )
             yield finding(kinds.ACCUMULATOR, node, message, tuple(dict.fromkeys((*dtypes, result))))
 
@@ -122,11 +117,12 @@ def _is_scaled_by_itself(value: Value) -> bool:
 def _is_scaling(node: Node) -> bool:
     if node.name not in ops.PRODUCTS:
         return False
-    array, scale = node.inputs
-    if node.name == "mul" and _least_size(array) < _least_size(scale):
-        array, scale = scale, array
-    chain = set(_chain(array))
-    return any(not chain.isdisjoint(_chain(found.inputs[0])) for found in _reductions(scale))
+    pairs = [node.inputs, node.inputs[::-1]] if node.name == "mul" else [node.inputs]
+    return any(
+        not set(_chain(array)).isdisjoint(_chain(found.inputs[0]))
+        for array, scale in pairs
+        for found in _reductions(scale)
+    )
 
 
 def _reductions(value: Value) -> Iterator[Node]:
@@ -156,8 +152,3 @@ def _chain(value: Value) -> Iterator[Value]:
         if len(whole) != 1:
             return
         (value,) = whole
-
-
-def _least_size(value: Value) -> int:
-    """Returns how many numbers an array has, before they were repeated."""
-    return min(size(one.shape) for one in views(value))
