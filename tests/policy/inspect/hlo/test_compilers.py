@@ -21,7 +21,6 @@ from policy.inspect.hlo.provenance import by_spelled_path
 from policy.inspect.hlo.text import parse
 from tests.benchmarks.accelerators import target
 
-pytestmark = pytest.mark.slow
 NAMES = ("cpu", "h100", "v5e:1x1")
 F32 = jnp.float32
 
@@ -114,7 +113,7 @@ def test_attention_runs_in_cudnns_kernel_for_gpus_that_are_not_there(name):
     assert [note for note in row.notes if "cuDNN's kernel, whose workspace is not known" in note]
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("precision", "key", "peak"),
     [("default", "float32", 494.75e12), ("highest", "float32, highest", 67e12)],
@@ -190,7 +189,7 @@ LOOPS = [scanned, reversed_scan, nested_scan, mapped, fori]
 GRADIENTS = [gradient(f) for f in (scanned, reversed_scan, nested_scan, rematerialized, mapped)]
 
 
-@pytest.mark.cases(fast=1, slow=6)
+@pytest.mark.cases(slow=6)
 @pytest.mark.parametrize("name", CHIPS)
 @pytest.mark.parametrize("function", [*LOOPS, *GRADIENTS])
 def test_a_loop_runs_as_often_as_it_was_told(name, function):
@@ -209,6 +208,7 @@ def test_a_large_matmuls_cycles_are_the_published_peaks(name):
     assert at_the_peak <= found.time / chip.clock < 1.4 * at_the_peak
 
 
+@pytest.mark.slow
 def test_the_text_of_a_compiled_program_has_the_compilers_cycles():
     # That of XLA's dump has none, and each kernel would be at its roofline.
     chip = target("v5e:1x1")
