@@ -218,7 +218,7 @@ def test_named_inputs_come_as_they_are(api, how, own_code):
     assert notes[-1] == [others, *["float32"] * floats, others]
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=6)
 @BOTH
 @pytest.mark.parametrize("derives", [False, True])
 @pytest.mark.parametrize(

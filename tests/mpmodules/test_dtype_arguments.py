@@ -158,7 +158,7 @@ def given() -> Iterator[Any]:
             yield pytest.param(api, kind.__name__, argument, id=f"{api}-{kind.__name__}-{argument}")
 
 
-@pytest.mark.cases(fast=2)
+@pytest.mark.cases(fast=2, slow=40)
 @pytest.mark.parametrize(("api", "name", "argument"), list(given()))
 def test_an_argument_changes_the_program_or_is_told_or_rejected(api, name, argument):
     keys = itertools.product((api, None), (name, None), (argument,))

@@ -479,7 +479,7 @@ def test_tabulate_shows_8_bits_where_an_nnx_layer_multiplies_in_them(way):
     assert {shown[path] for path in ("own", "norm")} == {PLAIN}
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=8)
 @pytest.mark.parametrize("name", ["linen/attention", "nnx/attention", "linen/Einsum", "nnx/Linear"])
 @pytest.mark.parametrize("text", [*EIGHT, *BLOCKS, "mixed_bfloat16"])
 def test_assert_matmuls_obey_passes_for_our_layers(text, name):

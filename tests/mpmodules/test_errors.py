@@ -50,7 +50,7 @@ def test_a_dtype_policy_that_is_none_is_rejected_by_name(api, name, given, error
         made(api, name, dtype_policy=given)
 
 
-@pytest.mark.cases(fast=2)
+@pytest.mark.cases(fast=2, slow=6)
 @pytest.mark.parametrize("argument", ["dtype", "param_dtype"])
 @pytest.mark.parametrize("dtype", ["int8", "bool", "float8_e4m3fn"])
 @pytest.mark.parametrize(("api", "name"), [("linen", "Dense"), ("nnx", "Linear"), ("nnx", "Embed")])

@@ -339,7 +339,7 @@ def root_gradients(api: Any, part: Any, text: str, grads: Any = "accumulator") -
         return sorted(jax.tree.leaves(jax.jit(step)(params)), key=lambda leaf: -leaf.size)
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=6)
 @BOTH
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("stored", ["f32", "bf16"])

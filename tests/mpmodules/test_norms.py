@@ -323,7 +323,7 @@ def test_a_program_of_symbolic_sizes_is_exported(name):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=6)
 @EACH_API
 @EACH_NAME
 @pytest.mark.parametrize("shape", [(), (4,)])
@@ -352,7 +352,7 @@ def test_other_axes_are_taken_or_rejected_as_by_flax(api, name, options):
     assert_like_flax(api, name, half(*FOUR_AXES), features=features, **options)
 
 
-@pytest.mark.cases(fast=3)
+@pytest.mark.cases(fast=3, slow=8)
 @EACH_API
 @EACH_NAME
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_the_code_sees_float32_and_the_caller_output_dtype(api, policy):
     assert set(seen) == {("float32", wanted.compute_dtype.name)}
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=6)
 @BOTH
 @pytest.mark.parametrize("body", [*DIFFERENTIABLE, "none"])
 def test_without_a_policy_the_program_is_flaxs(api, body):
@@ -190,7 +190,7 @@ def test_without_a_policy_the_program_is_flaxs(api, body):
     assert programs[0] == programs[1]
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=6)
 @BOTH
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("how", CONTAINERS)

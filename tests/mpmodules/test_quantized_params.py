@@ -98,7 +98,7 @@ def test_linen_layers(name, text):
     assert_alike(lambda x: layer.apply(stored, x), lambda x: reader.apply(wide, x), x)
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=7)
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("name", NNX)
 def test_nnx_layers(name, text):

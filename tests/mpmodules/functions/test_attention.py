@@ -284,7 +284,7 @@ PICKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=20)
+@pytest.mark.cases(fast=1, slow=8)
 @pytest.mark.parametrize("what", [*PICKED_NOT, *PICKED])
 @pytest.mark.parametrize("api", APIS)
 def test_the_fused_kernel_is_picked_for_what_it_can_do(kernel, monkeypatch, api, what):

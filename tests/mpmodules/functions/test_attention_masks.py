@@ -105,7 +105,7 @@ def mixing():
         yield
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=8)
 @pytest.mark.parametrize("kind", READ)
 def test_a_mask_of_shapes_and_of_comparisons_is_read_while_tracing(kind):
     make, has_static, has_segments = READ[kind]

@@ -49,7 +49,7 @@ def check(x: jax.Array, region: Region, rtol: float = 1e-4, run: Any = jitted) -
     np.testing.assert_allclose(variance, true_variance, rtol=rtol)
 
 
-@pytest.mark.cases(fast=3)
+@pytest.mark.cases(fast=3, slow=12)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
     ("mean", "spread"), [(0, 1), (1000, 1), (-1024, 2), (3e4, 20), (1e-3, 1e-4), (7, 1e-6)]
@@ -82,7 +82,7 @@ def test_moments_over_any_axes_and_groups(dtype, shape, region):
     check(jnp.asarray(offsets + RNG.normal(size=shape), dtype), region)
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=6)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("value", [0.0, 1.0, 1000.0, -3.140625])
 @pytest.mark.parametrize("size", [3, 1000, 70000])

@@ -22,7 +22,7 @@ def test_a_drawn_layer_is_flaxs_and_as_exact_in_bfloat16(seed):
     assert not faults(*drawn(seed), seed, policies=("mixed_bfloat16",))
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=40)
 @pytest.mark.parametrize("seed", [seed for seed in range(150) if seed not in FAST])
 def test_a_drawn_layer_is_flaxs_and_as_exact_in_16_bits_and_eager(seed):
     ulps = KNOWN.get(seed, ULPS)

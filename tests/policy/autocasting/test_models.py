@@ -106,7 +106,7 @@ PRODUCTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.cases(fast=2)
+@pytest.mark.cases(fast=2, slow=8)
 @pytest.mark.filterwarnings("ignore:.*multiplies a value that was cast")
 @pytest.mark.parametrize("promotion", ["strict", "standard"])
 @POLICIES

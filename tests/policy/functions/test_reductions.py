@@ -35,7 +35,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.cases(fast=2)
+@pytest.mark.cases(fast=2, slow=10)
 @pytest.mark.parametrize("offset", [0, 1000])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -78,7 +78,7 @@ def error(got):
     return np.abs(np.asarray(got, np.float64) - TRUTH).max() / np.abs(TRUTH).max()
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=8)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("stored", [np.float32, HALF], ids=["float32", "bfloat16"])
 def test_gradients_of_weights_are_float32_accumulators(use, stored):

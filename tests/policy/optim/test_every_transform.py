@@ -162,7 +162,7 @@ def test_a_state_keeps_every_type_in_every_pair_of_dtypes(name):
         assert types(new) == [(p.shape, str(p.dtype), False) for p in jax.tree.leaves(params)]
 
 
-@pytest.mark.cases(fast=9)
+@pytest.mark.cases(fast=9, slow=12)
 @pytest.mark.parametrize("name", FACTORIES)
 def test_every_transform_takes_its_own_state_back(name):
     tx, again = (wrapped(make(name, FACTORIES[name])) for _ in range(2))

@@ -36,7 +36,7 @@ def dtypes_of(transform, params, gradients):
     return set(dtypes(jax.eval_shape(step, params, gradients)))
 
 
-@pytest.mark.cases(fast=7)
+@pytest.mark.cases(fast=7, slow=8)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("params", "gradients"), PAIRS)
 def test_updates_have_the_dtype_that_was_asked_for(name, params, gradients):

@@ -89,7 +89,7 @@ def test_numbers_around_the_published_thresholds_get_the_published_codes():
     np.testing.assert_array_equal(np.asarray(stored.codes, int).ravel(), published)
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(fast=1, slow=8)
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("scale_dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_codes_are_the_nearest_for_the_rounded_scale(text, scale_dtype):
@@ -164,7 +164,7 @@ def test_every_code_with_every_kind_of_scale_is_read_as_it_is(text):
         np.testing.assert_array_equal(again.codes, stored.codes)
 
 
-@pytest.mark.cases(fast=7)
+@pytest.mark.cases(fast=7, slow=8)
 @pytest.mark.parametrize("text", ["int8:4", "float8:4", "int4:4", "uint4:4", "nf4:4"])
 @pytest.mark.parametrize(
     "block",
