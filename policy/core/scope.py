@@ -189,6 +189,11 @@ def current_scope() -> Scope:
     return scope
 
 
+def is_unread() -> bool:
+    """Returns whether no code has read the policy in force, neither in its block nor before."""
+    return id(_context.value.policy) in _unread
+
+
 def is_lost_in_own_code() -> bool:
     """Returns whether code obeys the policy in force only where it is a module's, or reads it."""
     scope = _context.value

@@ -8,9 +8,10 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 
 from policy.autocasting.parameters import ParamsArgument, parameters, require_params
@@ -19,7 +20,7 @@ from policy.core.dtypes import INT8
 from policy.core.messages import DtypePolicyWarning, require_function
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, RulesLike, as_rules
-from policy.core.scope import require_usable, use_policy
+from policy.core.scope import is_unread, require_usable, use_policy
 from policy.inspect.traced.authors import source_of
 from policy.inspect.traced.float32 import drawn_in_half, in_float32, reference_of, wide_arguments
 from policy.inspect.traced.matmul_operands import NO_CODES, Codes, codes_of
@@ -39,6 +40,7 @@ from policy.programs.tracing.trace import (
     lowered,
     trace,
     with_static,
+    without_static,
 )
 
 Around = Callable[[Callable[..., Any], ParamsArgument], Callable[..., Any]]
@@ -50,7 +52,6 @@ def as_it_is(fn: Callable[..., Any], params: ParamsArgument) -> Callable[..., An
 
 
 Route = Literal["as written", "scope", "autocast"]
-P = TypeVar("P", bound=Any)  # a program, which has a jaxpr
 # Without this option XLA may leave out roundings.
 COMPILER_OPTIONS: dict[str, str | bool] = {"xla_allow_excess_precision": False}
 
@@ -178,17 +179,65 @@ class Call:
         jaxpr, (shape, _) = make_jaxpr(both, return_shape=True)(*arrays)
         return jaxpr, shape
 
+    def traced_under(
+        self,
+        floats: Callable[[Any], list[Any]] | None,
+        policy: Policy | None,
+        rules: PolicyRules | None,
+        route: Route | None = None,
+    ) -> tuple[Any, Any, Route]:
+        """Returns the program of the call under a policy, the shape of its result, and how the
+        policy is applied; see `traced`.
+
+        A policy of half precision is applied by its scope, or, where that makes no matmul half
+        precision, by autocast. None traces the program as it is written.
+
+        Args:
+          floats: as in `traced`.
+          policy, rules: what to trace under.
+          route: "scope" or "autocast", where that is known.
+        """
+        if policy is None:
+            return *self.traced(floats), "as written"
+        fn = self.fn
+        if route != "autocast":
+            # Where nothing reads the policy, the program is the one that autocast traces first.
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", DtypePolicyWarning)
+                with use_policy(policy, rules):
+                    jaxpr, shape = self.traced(floats)
+                    is_same = floats is None and is_unread()
+            is_float32 = is_half(policy.compute_dtype) and not _multiplies_in_half(jaxpr)
+            if route == "scope" or not is_float32:
+                for warning in caught:
+                    warnings.warn(warning.message, warning.category, stacklevel=5)
+                return jaxpr, shape, "scope"
+            fn = _replayed(fn, jaxpr, shape) if is_same else fn
+        run = lambda _, params: autocast(fn, policy, params=params, rules=rules)  # noqa: E731
+        return *self.traced(floats, run), "autocast"
+
     def program(self, around: Around = as_it_is) -> Program:
         """Returns the program of the call, as it is written; see `traced`."""
-        floats = None if self.loss_scale is None else self._scaled_loss
-        jaxpr, shape = self.traced(floats, around)
+        return self._program(*self.traced(self._floats, around), "as written")
+
+    def under(
+        self, policy: Policy | None, rules: PolicyRules | None = None, route: Route | None = None
+    ) -> Program:
+        """Returns the program of the call under a policy; see `traced_under`."""
+        return self._program(*self.traced_under(self._floats, policy, rules, route))
+
+    def _program(self, jaxpr: Any, shape: Any, route: Route) -> Program:
         names = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape)]
         inputs = input_paths(self.arguments, self.lowered is not None)
-        gradients = [] if floats is None else [inputs[i] for i in self.differentiated()]
-        return Program(jaxpr, self.arguments, tuple(names), tuple(gradients))
+        gradients = [] if self._floats is None else [inputs[i] for i in self.differentiated()]
+        return Program(jaxpr, self.arguments, tuple(names), tuple(gradients), route)
 
-    def _scaled_loss(self, out: Any) -> list[Any]:
-        return [_loss(out).astype(jnp.float32) * self.loss_scale]
+    @property
+    def _floats(self) -> Callable[[Any], list[Any]] | None:
+        """The scaled loss of a result, to differentiate; None for no gradients."""
+        if self.loss_scale is None:
+            return None
+        return lambda out: [_loss(out).astype(jnp.float32) * self.loss_scale]
 
     def floating_results(self, out: Any) -> list[Any]:
         """Returns the leaves of a result that `audit` differentiates.
@@ -203,13 +252,6 @@ class Call:
                 "backward=True differentiates floating outputs, but the function returns none."
             )
         return found
-
-    def under(
-        self, policy: Policy | None, rules: PolicyRules | None = None, route: Route | None = None
-    ) -> Program:
-        """Returns the program of the call under a policy; see `under_policy`."""
-        program, route = under_policy(self.program, policy, rules, route)
-        return dataclasses.replace(program, route=route)
 
 
 def _returning(pure: Callable[..., Any], result: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -251,7 +293,7 @@ def traced_call(
 ) -> tuple[Traced, Route]:
     """Traces a call, and with `backward` its gradients too; and returns how a policy is applied.
 
-    See `audit` for the differentiated inputs and outputs, and `under_policy`. The shape of the
+    See `audit` for the differentiated inputs and outputs, and `Call.traced_under`. The shape of the
     trace is that of `fn`'s result; the gradients come after it.
 
     Raises:
@@ -263,12 +305,10 @@ def traced_call(
             f"params={params!r} selects the arguments to differentiate, so it needs backward=True."
         )
 
-    def traced(around: Around) -> Traced:
-        call = Call.of(fn, args, kwargs, params)
-        jaxpr, shape = call.traced(call.floating_results if backward else None, around)
-        return Traced(jaxpr, shape, call.arguments, None if call.lowered else fn)
-
-    return under_policy(traced, policy, rules, route)
+    call = Call.of(fn, args, kwargs, params)
+    floats = call.floating_results if backward else None
+    jaxpr, shape, route = call.traced_under(floats, policy, rules, route)
+    return Traced(jaxpr, shape, call.arguments, None if call.lowered else fn), route
 
 
 def _primary(out: Any) -> Any:
@@ -290,35 +330,18 @@ def _is_floating(leaf: Any) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 
-def under_policy(
-    trace: Callable[[Around], P],
-    policy: Policy | None,
-    rules: PolicyRules | None,
-    route: Route | None = None,
-) -> tuple[P, Route]:
-    """Traces a program under a policy, and returns how the policy is applied.
+def _replayed(fn: Callable[..., Any], jaxpr: Any, shape: Any) -> Callable[..., Any]:
+    """Returns a function that runs the program of `fn` on arrays of its types, and else `fn`."""
 
-    A policy of half precision is applied by its scope, or, where that makes no matmul half
-    precision, by autocast. None traces the program as it is written.
+    @functools.wraps(fn, updated=())
+    def replayed(*args: Any, **kwargs: Any) -> Any:
+        arrays = Arguments.of(args, kwargs).arrays
+        if list(map(jax.typeof, arrays)) != list(jaxpr.in_avals):
+            return fn(*args, **kwargs)
+        results = jex_core.jaxpr_as_fun(jaxpr)(*arrays)
+        return without_static(jax.tree.unflatten(jax.tree.structure(shape), results))
 
-    Args:
-      trace: traces the program, with the traced function wrapped by its argument.
-      policy, rules: what to trace under.
-      route: "scope" or "autocast", where that is known.
-    """
-    if policy is None:
-        return trace(as_it_is), "as written"
-    if route != "autocast":
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", DtypePolicyWarning)
-            with use_policy(policy, rules):
-                program = trace(as_it_is)
-        is_float32 = is_half(policy.compute_dtype) and not _multiplies_in_half(program.jaxpr)
-        if route == "scope" or not is_float32:
-            for warning in caught:
-                warnings.warn(warning.message, warning.category, stacklevel=5)
-            return program, "scope"
-    return trace(lambda fn, params: autocast(fn, policy, params=params, rules=rules)), "autocast"
+    return replayed
 
 
 def _multiplies_in_half(jaxpr: Any) -> bool:

@@ -14,6 +14,7 @@ from jax import ShapeDtypeStruct
 
 import policy
 from mpmodules import linen, nnx
+from policy.core import scope
 from policy.core.scope import traced_for
 from policy.inspect.estimate.costing import matmul_flops
 from policy.inspect.estimate.steps import rows_of
@@ -253,6 +254,22 @@ def test_any_tree_is_a_call(fn, args, arguments, outputs):
     found = estimate(fn, *args, policies=["float32"]).rows[0]
     tuples = 16 if outputs and len(args) > 0 and isinstance(args[0], dict) and args[0] == {} else 0
     assert found.arguments == arguments and outputs <= found.outputs <= outputs + tuples + 16
+
+
+@pytest.mark.parametrize(("reads", "traces"), [(False, 1), (True, 2)])
+def test_a_function_that_reads_no_policy_is_traced_once(monkeypatch, reads, traces):
+    monkeypatch.setattr(scope, "_read", set())
+    monkeypatch.setattr(scope, "_unread", {})
+    seen = []
+
+    def step(w, x):
+        seen.append(policy.current_policy() if reads else None)
+        return jnp.sum(x) if seen[-1] else jnp.sum(jnp.tanh(jnp.dot(x, w)))
+
+    row = estimate(step, W, X, policies=["mixed_bfloat16"]).rows[0]
+    assert len(seen) == traces
+    assert row.route == "autocast"
+    assert dict(row.matmul_flops) == {"bfloat16": 2 * 16 * 64 * 64}
 
 
 def test_an_array_that_is_given_twice_counts_once_and_is_not_donated():
