@@ -92,8 +92,6 @@ def costs_of(
     text: str,
     kernel_time: KernelTime | None = None,
     exchange_time: ExchangeTime | None = None,
-    *,
-    cheapest: bool = False,
 ) -> Costs:
     """Counts the costs of one run of a compiled program.
 
@@ -104,10 +102,9 @@ def costs_of(
         (`policy.inspect.estimate.roofline`). It is in cycles for a program of a TPU, else in
         seconds. None leaves such kernels without a time, and names those in a program of cycles.
       exchange_time: of exchanges, in the same unit; None leaves them out of `elapsed`.
-      cheapest: whether the cheapest branch of each conditional is counted instead.
     """
     has_cycles = '"estimated_cycles":' in text
-    costs = _Counter(kernel_time, exchange_time, has_cycles, cheapest).of(parse(text).entry)
+    costs = _Counter(kernel_time, exchange_time, has_cycles).of(parse(text).entry)
     rooflines = costs.rooflines if has_cycles else {}
     return dataclasses.replace(costs, by_path=with_whole_paths(costs.by_path), rooflines=rooflines)
 
@@ -118,10 +115,9 @@ class _Counter:
         kernel_time: KernelTime | None,
         exchange_time: ExchangeTime | None,
         has_cycles: bool,
-        cheapest: bool,
     ):
         self.kernel_time, self.exchange_time = kernel_time, exchange_time
-        self.has_cycles, self.chosen = has_cycles, min if cheapest else max
+        self.has_cycles = has_cycles
         self.found: dict[str, Costs] = {}
 
     def of(self, computation: Computation) -> Costs:
@@ -153,10 +149,7 @@ class _Counter:
         """Returns the costs of the computations that an instruction calls."""
         costs = Costs()
         if instruction.opcode == "conditional":
-            branch = self.chosen(
-                map(self.of, every), key=lambda branch: (branch.time, branch.bytes)
-            )
-            costs.add(branch)
+            costs.add(max(map(self.of, every), key=lambda branch: (branch.time, branch.bytes)))
             return costs
         times = turns(instruction) if instruction.opcode == "while" else 1
         if times is None:
