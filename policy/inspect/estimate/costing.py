@@ -10,7 +10,7 @@ import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -41,7 +41,6 @@ from policy.inspect.hlo.memory import MemoryUse, library_scratch, memory_of
 from policy.inspect.hlo.provenance import by_spelled_path
 from policy.inspect.traced.equation_facts import flops_of
 from policy.inspect.traced.program_facts import maker_of
-from policy.programs.paths import Path
 from policy.programs.primitives import ATTENTIONS, HOST, KERNELS, kind_of
 from policy.programs.reading.graph import Graph, is_joint
 from policy.programs.reading.walk import walk
@@ -66,13 +65,10 @@ class CompiledRow:
 
     Attributes:
       cost: its costs.
-      by_path: the time of each module path, in cycles or in seconds; empty if the program doesn't
-        fit.
       notes: remarks of JAX and of the compiler.
     """
 
     cost: PolicyCost
-    by_path: Mapping[Path, float]
     notes: list[str]
 
 
@@ -108,9 +104,9 @@ def compiled_row(
     if re.search(r"u8\[0\]\S*\) custom-call\(.*__cudnn\$fmha", program.text):
         notes.append(_WORKSPACE)
     if not is_final:
-        return CompiledRow(cost, {}, notes)
+        return CompiledRow(cost, notes)
     costs = costs_of(program.text, kernel_time(target.chip), exchange_time(target.chip))
-    return CompiledRow(_with_costs(cost, costs, target), costs.by_path, notes)
+    return CompiledRow(_with_costs(cost, costs, target), notes)
 
 
 def _on_host(traced: Traced) -> set[int]:
