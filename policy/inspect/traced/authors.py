@@ -74,7 +74,8 @@ def _until_author(equation: Equation) -> Iterator[tuple[str, str]]:
 
 def _frames(equation: Equation) -> list[tuple[str, str]]:
     """Returns the file and function of each frame, innermost first."""
-    return [(file, _name(function)) for file, _, function in frames_of(equation)]
+    frames = frames_of(equation)
+    return [(file, _shortened(function).rpartition(".")[2]) for file, _, function in frames]
 
 
 def frames_of(equation: Equation) -> list[tuple[str, int, str]]:
@@ -82,13 +83,6 @@ def frames_of(equation: Equation) -> list[tuple[str, int, str]]:
     traceback = getattr(equation.source_info, "traceback", None)
     frames = () if traceback is None else traceback.frames
     return [(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
-
-
-@functools.lru_cache(maxsize=4096)
-def _name(function: str) -> str:
-    """Returns the own name of a function; for a comprehension, that of the enclosing function."""
-    names = [name for name in function.split(".") if not name.startswith("<")]
-    return names[-1] if names else function
 
 
 _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
@@ -157,7 +151,7 @@ def is_users_file(file: str) -> bool:
 def _shortened(name: str) -> str:
     """Returns the own name of a function, with the class of a method.
 
-    For a lambda, it is that of the enclosing function.
+    For a lambda or a comprehension, it is that of the enclosing function.
     """
     names = [part for part in name.split(".") if not part.startswith("<")]
     is_method = len(names) > 1 and names[-2][:1].isupper()
