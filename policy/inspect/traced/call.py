@@ -43,14 +43,6 @@ from policy.programs.tracing.trace import (
     without_static,
 )
 
-Around = Callable[[Callable[..., Any], ParamsArgument], Callable[..., Any]]
-
-
-def as_it_is(fn: Callable[..., Any], params: ParamsArgument) -> Callable[..., Any]:
-    """Returns a function without a wrapper."""
-    return fn
-
-
 Route = Literal["as written", "scope", "autocast"]
 # Without this option XLA may leave out roundings.
 COMPILER_OPTIONS: dict[str, str | bool] = {"xla_allow_excess_precision": False}
@@ -144,9 +136,7 @@ class Call:
             floating = [i for i in floating if not excluded[i]]
         return [i for i in floating if marks[i]] or floating
 
-    def traced(
-        self, floats: Callable[[Any], list[Any]] | None = None, around: Around = as_it_is
-    ) -> tuple[Any, Any]:
+    def traced(self, floats: Callable[[Any], list[Any]] | None = None) -> tuple[Any, Any]:
         """Returns the program of the call, and the shape of its result.
 
         Gradients come after the result.
@@ -154,12 +144,11 @@ class Call:
         Args:
           floats: returns what to differentiate of a result; its cotangents are ones. None: there
             are no gradients.
-          around: wraps the function, given the arguments that are parameters.
 
         Raises:
           ValueError: no argument is floating.
         """
-        fn, arrays = around(self.fn, self.params), self.arguments.arrays
+        arrays = self.arguments.arrays
         chosen = [] if floats is None else self.differentiated()
         if floats is not None and not chosen:
             raise ValueError(
@@ -169,7 +158,7 @@ class Call:
 
         def plain(*arrays: Any) -> Any:
             args, kwargs = self.arguments.filled(arrays)
-            return with_static(fn(*args, **kwargs))
+            return with_static(self.fn(*args, **kwargs))
 
         # JAX's errors name the function
         plain.__name__ = function_name(self.fn)
@@ -213,12 +202,12 @@ class Call:
                     warnings.warn(warning.message, warning.category, stacklevel=5)
                 return jaxpr, shape, "scope"
             fn = _replayed(fn, jaxpr, shape) if is_same else fn
-        run = lambda _, params: autocast(fn, policy, params=params, rules=rules)  # noqa: E731
-        return *self.traced(floats, run), "autocast"
+        fn = autocast(fn, policy, params=self.params, rules=rules)
+        return *dataclasses.replace(self, fn=fn).traced(floats), "autocast"
 
-    def program(self, around: Around = as_it_is) -> Program:
+    def program(self) -> Program:
         """Returns the program of the call, as it is written; see `traced`."""
-        return self._program(*self.traced(self._floats, around), "as written")
+        return self._program(*self.traced(self._floats), "as written")
 
     def under(
         self, policy: Policy | None, rules: PolicyRules | None = None, route: Route | None = None
@@ -487,8 +476,8 @@ def program_of(call: Call, policy: Policy | None, rules: PolicyRules | None = No
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            wide_call = dataclasses.replace(call, arguments=arguments)
-            wide = wide_call.program(lambda fn, _: in_float32(fn))
+            wide_call = dataclasses.replace(call, fn=in_float32(call.fn), arguments=arguments)
+            wide = wide_call.program()
     except Exception as error:
         rejected = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     reference = reference_of(program.jaxpr, None if wide is None else wide.jaxpr)

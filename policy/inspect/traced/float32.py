@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -89,6 +90,7 @@ def in_float32(fn: Callable[..., Any]) -> Callable[..., Any]:
     code names.
     """
 
+    @functools.wraps(fn, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
         with (
             jex_core.take_current_trace() as outer,
