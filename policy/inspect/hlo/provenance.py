@@ -165,9 +165,8 @@ class Makers:
         is_parameter = instruction.opcode == "parameter"
         if is_parameter and instruction.computation is self.program.entry:
             return Maker(instruction)
-        inside = (
-            reversed(instruction.fused.instructions.values()) if _is_fusion(instruction) else ()
-        )
+        is_fusion = instruction.opcode == "fusion"
+        inside = reversed(instruction.fused.instructions.values()) if is_fusion else ()
         named = next(filter(self._is_named, (instruction, *inside)), None)
         return None if named is None else Maker(named)
 
@@ -179,15 +178,11 @@ class Makers:
 
     def _stacked(self, instruction: Instruction) -> Instruction | None:
         """Returns the maker of the slice that an instruction writes into an array."""
-        root = instruction.fused.root if _is_fusion(instruction) else instruction
+        root = instruction.fused.root if instruction.opcode == "fusion" else instruction
         if root.opcode != "dynamic-update-slice":
             return None
         found = self._made((root.operands[1], ()), set())
         return found.instruction if found and self._is_named(found.instruction) else None
-
-
-def _is_fusion(instruction: Instruction) -> bool:
-    return instruction.opcode == "fusion"
 
 
 def _sources(instruction: Instruction, index: tuple[int, ...]) -> Iterator[_Part]:
@@ -198,7 +193,7 @@ def _sources(instruction: Instruction, index: tuple[int, ...]) -> Iterator[_Part
     elif opcode == "tuple":
         if index:
             yield operands[index[0]], index[1:]
-    elif _is_fusion(instruction):
+    elif opcode == "fusion":
         yield instruction.fused.root, index
     elif re.sub("-(start|done)$", "", opcode) in (*_MOVING, *_WITHOUT_EFFECT):
         yield from ((operand, ()) for operand in operands[:1])
