@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import use_abstract_mesh
 
 from policy.autocasting.parameters import ParamsArgument
+from policy.core.messages import DtypePolicyWarning
 from policy.core.rules import RulesLike, as_rules
 from policy.core.scope import traced_for
 from policy.inspect.estimate.costing import CompiledRow, compiled_row, compiler_of
@@ -156,7 +158,10 @@ def estimate(
             if progress is not None:
                 progress(row.name, len(found), len(candidates))
             try:
-                found.append(estimated(row))
+                with warnings.catch_warnings():
+                    # a row says in its route whether anything obeyed its policy
+                    warnings.filterwarnings("ignore", "Nothing obeyed", DtypePolicyWarning)
+                    found.append(estimated(row))
             except Exception as error:
                 error.add_note(f"This is the row {row.name!r} of an estimate on {target.name}.")
                 raise

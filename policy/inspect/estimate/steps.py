@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from policy.autocasting.parameters import ParamsArgument
-from policy.core.messages import DtypePolicyWarning, require_function
+from policy.core.messages import require_function
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
-from policy.core.scope import current_policy, use_policy
+from policy.core.scope import use_policy
 from policy.inspect.traced.call import Route, checked_policy, input_paths, short_text, traced_call
 from policy.inspect.traced.program_facts import donated_inputs
 from policy.programs.frameworks import FRAMEWORKS
@@ -134,11 +133,8 @@ def made_call(
       ValueError: there are options for a function that is no example.
     """
     require_function(fn, "estimate", takes="a function or a module")
-    makes = not (args or kwargs) or any(map(_is_builder, args))
-    with contextlib.ExitStack() as stack:
-        if makes and row.policy is not None:
-            stack.enter_context(use_policy(row.policy, rules))
-            current_policy()  # which the code that makes the call need not read
+    scope = contextlib.nullcontext() if row.policy is None else use_policy(row.policy, rules)
+    with scope:
         made = None if args or kwargs else _run_example(fn, row, mesh)
         if made is not None:
             fn, args, kwargs = made
@@ -254,12 +250,9 @@ def traced_step(
     """
     positions = _positions(donate, len(call.args))
     rules = rules if row.policy is not None else None
-    with warnings.catch_warnings():
-        # a row need not be obeyed: its route says whether it is
-        warnings.filterwarnings("ignore", "Nothing obeyed", DtypePolicyWarning)
-        traced, route = traced_call(
-            call.fn, call.args, call.kwargs, backward, params, row.policy, rules, route
-        )
+    traced, route = traced_call(
+        call.fn, call.args, call.kwargs, backward, params, row.policy, rules, route
+    )
     pure = lowered(call.fn, call.args, call.kwargs)
     every = origins_of(call.args, call.kwargs) if pure is None else pure.origins()
     arrays = zip(every, traced.arguments.is_array, strict=True)
