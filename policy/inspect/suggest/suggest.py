@@ -129,7 +129,7 @@ def _trial(call: Call, made: tuple[Any, Any, Any], policy: Policy | None, params
 
         def ported(rules: PolicyRules) -> Program:
             fn, args = with_policy(*made[:2], own, rules) or known
-            return Call.measured("suggest", fn, args, kwargs, params, call.loss_scale).program()
+            return Call.measured("suggest", fn, args, kwargs, params, call.loss_scale).under(None)
 
         return Trial(call, own, program_of(call, None), None, ported)
     listening = ListeningRules()
@@ -142,7 +142,7 @@ def _trial(call: Call, made: tuple[Any, Any, Any], policy: Policy | None, params
 def _carried(call: Call) -> Policy | None:
     """Returns the policy that the models of a call carry; None for none, and for several."""
     with collecting(None, None) as asked:
-        call.program()
+        call.under(None)
     return next(iter(asked.of_models)) if len(asked.of_models) == 1 else None
 
 

@@ -57,7 +57,7 @@ class Call:
       arguments: the arguments of the call.
       params: the arguments that are parameters, in autocast's form: 0 for a lowered call.
       lowered: the call of a pure function that it was lowered to, or None.
-      loss_scale: the factor of the loss before `program` differentiates it; None for no gradients.
+      loss_scale: the factor of the loss before `under` differentiates it; None for no gradients.
     """
 
     fn: Callable[..., Any]
@@ -205,28 +205,19 @@ class Call:
         fn = autocast(fn, policy, params=self.params, rules=rules)
         return *dataclasses.replace(self, fn=fn).traced(floats), "autocast"
 
-    def program(self) -> Program:
-        """Returns the program of the call, as it is written; see `traced`."""
-        return self._program(*self.traced(self._floats), "as written")
-
     def under(
         self, policy: Policy | None, rules: PolicyRules | None = None, route: Route | None = None
     ) -> Program:
-        """Returns the program of the call under a policy; see `traced_under`."""
-        return self._program(*self.traced_under(self._floats, policy, rules, route))
-
-    def _program(self, jaxpr: Any, shape: Any, route: Route) -> Program:
+        """Returns the program of the call, under a policy if there is one; see `traced_under`."""
+        floats = None if self.loss_scale is None else self._scaled_loss
+        jaxpr, shape, route = self.traced_under(floats, policy, rules, route)
         names = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape)]
         inputs = input_paths(self.arguments, self.lowered is not None)
-        gradients = [] if self._floats is None else [inputs[i] for i in self.differentiated()]
+        gradients = [] if floats is None else [inputs[i] for i in self.differentiated()]
         return Program(jaxpr, self.arguments, tuple(names), tuple(gradients), route)
 
-    @property
-    def _floats(self) -> Callable[[Any], list[Any]] | None:
-        """The scaled loss of a result, to differentiate; None for no gradients."""
-        if self.loss_scale is None:
-            return None
-        return lambda out: [_loss(out).astype(jnp.float32) * self.loss_scale]
+    def _scaled_loss(self, out: Any) -> list[Any]:
+        return [_loss(out).astype(jnp.float32) * self.loss_scale]
 
     def floating_results(self, out: Any) -> list[Any]:
         """Returns the leaves of a result that `audit` differentiates.
@@ -477,7 +468,7 @@ def program_of(call: Call, policy: Policy | None, rules: PolicyRules | None = No
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             wide_call = dataclasses.replace(call, fn=in_float32(call.fn), arguments=arguments)
-            wide = wide_call.program()
+            wide = wide_call.under(None)
     except Exception as error:
         rejected = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     reference = reference_of(program.jaxpr, None if wide is None else wide.jaxpr)
