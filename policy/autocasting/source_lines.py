@@ -53,6 +53,8 @@ _TRACES = tuple(
     )
 )
 _OF_POLICIES = os.path.join(_HERE, "core", "")
+_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_INSTALLED = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-packages"))
 _OURS = tuple(os.path.join(os.path.dirname(_HERE), name, "") for name in ("policy", "mpmodules"))
 
 
@@ -324,8 +326,12 @@ def _casts_in(value: Any, near: Sequence[str], seen: set[int]) -> Iterator[str]:
 
 
 def _is_near(file: str, near: Sequence[str]) -> bool:
-    is_installed = f"{os.sep}site-packages{os.sep}" in file
-    return not is_library(file) and (not is_installed or any(part in file for part in near))
+    is_installed = file.startswith(_PYTHON) or any(part in file for part in _INSTALLED)
+    return (
+        bool(file)
+        and not is_library(file)
+        and (not is_installed or any(part in file for part in near))
+    )
 
 
 _EMPTY = types.CellType()
