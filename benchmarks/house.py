@@ -33,23 +33,23 @@ LONG_FUNCTION, LONG_FILE, SHORT = 60, 400, 10
 # The figures of 2026-11-28, and the bounds of `--check`. A change lowers those bounds that it can;
 # one that raises a bound says in its message what the new lines replace.
 SIZES = {
-    "lines of code": (35_538, 31_000),
-    "lines of the runtime": (21_754, 20_100),
+    "lines of code": (35_538, 30_760),
+    "lines of the runtime": (21_754, 19_910),
     "lines of tests": (42_571, 42_000),
     "lines of benchmarks": (13_039, 10_000),
-    "words of pages": (75_359, 51_500),
+    "words of pages": (75_359, 51_300),
     "tools that import mpmodules loads": (83, 0),
 }
 WAYS = {
-    "a linen Dense": {"files": 10, "moves": 26},
-    "an nnx Linear": {"files": 12, "moves": 33},
-    "a linen module with a matmul of its own": {"files": 30, "moves": 133},
-    "an nnx module with a matmul of its own": {"files": 30, "moves": 143},
-    "a port of a linen model": {"files": 33, "moves": 275},
+    "a linen Dense": {"files": 10, "moves": 25},
+    "an nnx Linear": {"files": 13, "moves": 32},
+    "a linen module with a matmul of its own": {"files": 28, "moves": 141},
+    "an nnx module with a matmul of its own": {"files": 28, "moves": 146},
+    "a port of a linen model": {"files": 32, "moves": 287},
     "an update of two params": {"frames": 85},
     "an audit": {"traces": 1},
     "a compare": {"traces": 1},
-    "an estimate of one policy": {"traces": 2},
+    "an estimate of one policy": {"traces": 1},
 }
 _LAYOUT = frozenset(
     (

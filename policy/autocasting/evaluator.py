@@ -166,7 +166,8 @@ class Evaluator(Interpreter[CastValue]):
         inner = copy.copy(self)
         inner.regions, inner.readers = regions, _readers_of(jaxpr)
         inner.picked, inner.widened = _picked(jaxpr), set()
-        inner.quotients = quotients(jaxpr)
+        divides = any(each.primitive.name == "div" for each in jaxpr.eqns)
+        inner.quotients = quotients(jaxpr) if divides else {}
         inner.sources = {source: None for source, _ in inner.quotients.values()}
         for each in jaxpr.eqns:
             if each.primitive.name in FORWARD_ADDITIONS and inner._category(each) == "fp32":

@@ -27,10 +27,10 @@ def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Val
     """Evaluates a matmul or convolution with its operands and result in compute_dtype."""
     if _is_outer_product(equation, values):
         return "float32", [_outer_product(equation, values)]
-    if multiplies_for_linear_algebra(equation):
-        return "float32", bound_as_traced(equation, values)
     params, dtype = dict(equation.params), place.compute
     precision = params.get("precision")
+    if precision is not None and multiplies_for_linear_algebra(equation):
+        return "float32", bound_as_traced(equation, values)
     is_algorithm = precision is not None and not isinstance(precision, (tuple, list, lax.Precision))
     if is_algorithm and dtype not in (getattr(precision, "supported_lhs_types", None) or ()):
         return "author's algorithm", bound_as_traced(equation, values)

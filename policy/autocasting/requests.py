@@ -192,7 +192,7 @@ def _said(
 
 def _request(equation: Equation, operands: Sequence[str]) -> str:
     """Returns the mark of a matmul, "" of a line that says nothing, or "told" of an open one."""
-    if multiplies_for_linear_algebra(equation):
+    if equation.params.get("precision") is not None and multiplies_for_linear_algebra(equation):
         return ""
     found, is_wide = set(operands), not NARROW.intersection(operands)
     asked = equation.params.get("preferred_element_type")
