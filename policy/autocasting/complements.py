@@ -142,7 +142,7 @@ def _magnitude(value: Value) -> float | None:
 # --------------------------------------------------------------------------------------------------
 
 _OF_ONE = primitives.ADDITIONS | primitives.PRODUCTS | primitives.MINMAX | primitives.SIGN_CHANGES
-_OF_ONE |= primitives.POWERS | {"abs", "sqrt"}
+_OF_ONE |= primitives.POWERS | primitives.SQUARE_ROOTS | primitives.RESCALES
 _MOST = 12  # equations of a quotient
 
 

@@ -24,6 +24,7 @@ from policy.autocasting.broadcasting import (
 from policy.autocasting.matmuls import computed
 from policy.autocasting.report import OPAQUE_MATMUL
 from policy.autocasting.settings import Place
+from policy.autocasting.source_lines import is_of_activation
 from policy.autocasting.values import CastValue, Evaluated, Values, bound, bound_as_traced, cast
 from policy.functions.checkpointing import keeping_inputs
 from policy.programs import primitives
@@ -262,15 +263,16 @@ class CastOperation:
 
     def _scales(self) -> bool:
         """Returns whether activations are multiplied or divided by a number that would be rounded,
-        and all of them be off by one factor, or are a sum of such products.
+        and all of them be off by one factor, or are a sum of such products; not in `jax.nn`.
         """
         if self.name in primitives.FORWARD_ADDITIONS:
             return any(value.is_scaled for value in self.given)
         half = self.place.compute
         numbers = [v.constant for v in self.values if v.is_mask and v.yields and not v.array.ndim]
-        return self.name in primitives.PRODUCTS and any(
+        is_rounded = self.name in primitives.PRODUCTS and any(
             number is None or np.asarray(number).astype(half) != number for number in numbers
         )
+        return is_rounded and not is_of_activation(self.equation)
 
     def _scaled(self) -> Values:
         """Returns the product or sum in float32, to be half precision for what reads it.

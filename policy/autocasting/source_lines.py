@@ -44,6 +44,7 @@ CAST, GIVEN, PROMOTED = "cast", "given", "promoted"
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+_JAX_NN = os.path.join(_JAX, "_src", "nn", "")
 _TRACES = tuple(
     os.path.join(_HERE, *path)
     for path in (
@@ -347,6 +348,14 @@ def multiplies_for_linear_algebra(equation: Equation) -> bool:
     return any(
         _LINEAR_ALGEBRA in code.co_filename and code.co_name not in _PRODUCTS for code in codes
     )
+
+
+def is_of_activation(equation: Equation) -> bool:
+    """Returns whether an operation stands in a function of `jax.nn`, whose approximations compute
+    with numbers of their own.
+    """
+    codes = itertools.takewhile(lambda code: code.co_filename.startswith(_JAX), frames(equation)[0])
+    return any(code.co_filename.startswith(_JAX_NN) for code in codes)
 
 
 def is_of_linear_algebra(body: OpenJaxpr) -> bool:

@@ -390,8 +390,8 @@ _ATTRIBUTES = (
     "reshape round searchsorted sort squeeze std sum swapaxes take tolist trace transpose var"
 )
 _OF_ARRAYS = frozenset(_ATTRIBUTES.split())
-_BINARY = "add sub mul truediv floordiv mod pow matmul"
-_OTHERS = "neg pos abs eq ne lt le gt ge bool"
+_BINARY = "__add__ __sub__ __mul__ __truediv__ __floordiv__ __mod__ __pow__ __matmul__"
+_OTHERS = "__neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __bool__"
 
 
 def _operator(name: str) -> Any:
@@ -403,8 +403,10 @@ def _operator(name: str) -> Any:
     return method
 
 
-for _name in f"{_BINARY} r{_BINARY.replace(' ', ' r')} {_OTHERS}".split():
-    setattr(QuantizedArray, f"__{_name}__", _operator(f"__{_name}__"))
+for (
+    _name
+) in f"{_BINARY} {_BINARY.replace(' __', ' __r').replace('__', '__r', 1)} {_OTHERS}".split():
+    setattr(QuantizedArray, _name, _operator(_name))
 
 
 def frozen(stored: QuantizedArray) -> tuple[jax.Array, jax.Array]:
