@@ -235,8 +235,9 @@ class QuantizedArray:
                     f"axis {axis} of codes of shape {tuple(codes.shape)}, but got "
                     f"{tuple(each.shape)}."
                 )
+            numpy: Any = jnp if isinstance(each, jax.Array) else np
             is_known = each is not None and not isinstance(each, jax.core.Tracer)
-            if is_known and not (jnp if isinstance(each, jax.Array) else np).isfinite(each).all():
+            if is_known and not numpy.isfinite(each).all():
                 raise ValueError(f"{name} of {held.text} hold numbers that are not finite.")
         if minimums is not None:
             _require_floating(held, minimums=minimums)
