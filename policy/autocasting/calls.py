@@ -15,7 +15,7 @@ from jax.extend import source_info_util
 
 from policy.autocasting.derivative_rules import custom_jvp, custom_vjp
 from policy.autocasting.evaluator import AutocastHandler, Evaluator
-from policy.autocasting.values import CastValue, Values, as_traced, cast
+from policy.autocasting.values import CastValue, Values, as_traced, bound, cast
 from policy.functions.checkpointing import keeping_inputs
 from policy.programs import primitives
 from policy.programs.dtypes import F32, float_dtype
@@ -25,6 +25,8 @@ from policy.programs.jaxprs import (
     held_program,
     runs_any,
     subprogram,
+    subprograms,
+    with_subprograms,
 )
 from policy.programs.paths import scanned_path
 from policy.programs.rewriting import interpreter
@@ -219,6 +221,25 @@ def _carrying_as_traced(equation: Equation, values: Values, carry: slice) -> Val
     return [*values[: carry.start], *init, *values[carry.stop :]]
 
 
+def _cond(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
+    if interpreter.is_for_platforms(equation):  # whose branches must return the same dtypes
+        return _platforms(evaluator.inside(equation), equation, as_traced(equation.invars, values))
+    return interpreter.cond(evaluator, equation, values)
+
+
+def _platforms(inside: Evaluator, equation: Equation, arrays: list[Any]) -> Values:
+    """Rebuilds branches by platform with the same primitive, which alone knows the platforms."""
+    settings, programs = inside.settings, subprograms(equation)
+    is_told = settings.strict or inside.report is not None
+    narrowed = primitives.MATMULS | settings.allow
+    if not is_told and not any(runs_any(one.body, narrowed) for one in programs):
+        return bound(equation, arrays)
+    operands, out = arrays[1:], [CastValue(v.aval) for v in equation.outvars]
+    branches = [Body(inside, one, list(map(CastValue, operands)), out) for one in programs]
+    rewritten = [jax.make_jaxpr(branch.arrays)(*operands) for branch in branches]
+    return bound(equation, arrays, with_subprograms(equation, rewritten))
+
+
 def _carries_handed_on(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
     """Returns a value like each carry of a scan.
 
@@ -283,7 +304,7 @@ HANDLERS: Mapping[str, AutocastHandler] = {
     **dict.fromkeys(primitives.REMATS, once_for_all_alike(interpreter.rebound)),
     "scan": _scan,
     "while": _while,
-    "cond": interpreter.cond,
+    "cond": _cond,
     "shard_map": interpreter.shard_map,
     "custom_jvp_call": once_for_all_alike(custom_jvp),
     "custom_vjp_call": custom_vjp,
