@@ -33,8 +33,8 @@ LONG_FUNCTION, LONG_FILE, SHORT = 60, 400, 10
 # The figures of 2026-11-28, and the bounds of `--check`. A change lowers those bounds that it can;
 # one that raises a bound says in its message what the new lines replace.
 SIZES = {
-    "lines of code": (35_538, 30_760),
-    "lines of the runtime": (21_754, 19_910),
+    "lines of code": (35_538, 30_780),
+    "lines of the runtime": (21_754, 19_930),
     "lines of tests": (42_571, 42_000),
     "lines of benchmarks": (13_039, 10_000),
     "words of pages": (75_359, 51_300),
