@@ -126,13 +126,13 @@ class MethodCall(NamedTuple):
 
     @property
     def runs_library(self) -> bool:
-        """Whether the method is Flax's or ours, of a module that runs no code of a user's."""
+        """True if the method is Flax's or ours, of a module that runs no code of a user's."""
         is_caller = derives_from(type(self.module), *CALLERS)
         return is_library(self.method) and not (is_caller and calls_users(self.module))
 
     @property
     def is_of_layer(self) -> bool:
-        """Whether the method is that of a layer which obeys policies itself."""
+        """True if the method is that of a layer which obeys policies itself."""
         return self.runs_library and is_ours(type(self.module))
 
     @property

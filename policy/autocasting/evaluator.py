@@ -13,8 +13,8 @@ import jax
 import jax.extend.core as jex_core
 import numpy as np
 
-from policy.autocasting.complements import Quotient, quotients
 from policy.autocasting.operations import CastOperation, fits_in_range
+from policy.autocasting.quotients import Quotient, quotients
 from policy.autocasting.regions import NOWHERE, Regions, regions_of
 from policy.autocasting.report import Report
 from policy.autocasting.settings import Place, Places, Settings

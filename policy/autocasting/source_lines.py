@@ -344,9 +344,9 @@ def multiplies_for_linear_algebra(equation: Equation) -> bool:
     """
     if equation.params.get("precision") not in _HIGHEST:
         return False
-    codes = itertools.takewhile(lambda code: code.co_filename.startswith(_JAX), frames(equation)[0])
     return any(
-        _LINEAR_ALGEBRA in code.co_filename and code.co_name not in _PRODUCTS for code in codes
+        _LINEAR_ALGEBRA in code.co_filename and code.co_name not in _PRODUCTS
+        for code in _codes_of_jax(equation)
     )
 
 
@@ -354,8 +354,13 @@ def is_of_activation(equation: Equation) -> bool:
     """Returns whether an operation stands in a function of `jax.nn`, whose approximations compute
     with numbers of their own.
     """
-    codes = itertools.takewhile(lambda code: code.co_filename.startswith(_JAX), frames(equation)[0])
-    return any(code.co_filename.startswith(_JAX_NN) for code in codes)
+    return any(code.co_filename.startswith(_JAX_NN) for code in _codes_of_jax(equation))
+
+
+def _codes_of_jax(equation: Equation) -> Iterator[types.CodeType]:
+    """Yields the code of JAX's functions that the line of an equation calls."""
+    is_of_jax = lambda code: code.co_filename.startswith(_JAX)  # noqa: E731
+    return itertools.takewhile(is_of_jax, frames(equation)[0])
 
 
 def is_of_linear_algebra(body: OpenJaxpr) -> bool:

@@ -111,8 +111,7 @@ def innermost(path: tuple[str, ...]) -> str | tuple[np.dtype, Any, str | None] |
     """Returns what the innermost mark of a path says.
 
     Returns `LAYER` for a layer, the arguments of `computes_in` for a module's own code, and None
-    without a mark. A block of `use_policy` with None or
-    float32 computes in float32.
+    without a mark. A block of `use_policy` with None or float32 computes in float32.
     """
     for name in reversed(path):
         if name == LAYER:

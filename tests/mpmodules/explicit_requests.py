@@ -278,6 +278,16 @@ def without_policy(h: Any, w: Any) -> Any:
         return h @ w
 
 
+def in_float32_block(h: Any, w: Any) -> Any:
+    with use_policy("float32"):
+        return h @ w
+
+
+def angles(h: Any, w: Any) -> Any:
+    positions, frequencies = jnp.arange(5)[:, None], 100.0 ** -jnp.arange(10.0)[None]
+    return ten(h) + jnp.sin(jnp.matmul(positions.astype(f32), frequencies, precision="highest"))
+
+
 def top_cast(h: Any, w: Any) -> Any:
     h = h.astype(f32)
     return (jnp.sin(h) + h) @ w
@@ -386,6 +396,10 @@ BODIES: dict[str, tuple[Check, Callable[..., Any]]] = {
     "optax.tree.cast": (in_float32, lambda h, w: jnp.matmul(*optax.tree.cast((h, w), f32))),
     "casts and rows of a weight": (in_float32, rows),
     "use_policy(None)": (in_float32, without_policy),
+    "use_policy('float32')": (in_float32, in_float32_block),
+    "autocast(f, 'float32')": (in_float32, lambda h, w: autocast(jnp.matmul, "float32")(h, w)),
+    "jnp.linalg.pinv": (only_in_float32, lambda h, w: ten(h) * jnp.linalg.pinv(w).sum()),
+    "positions times frequencies": (lambda facts: not facts.forward, angles),
     "casts, and back": (only_in_float32, lambda h, w: cast_both(h, w).astype(h.dtype)),
     "x.astype(x.dtype)": (plain, lambda h, w: h.astype(h.dtype) @ w.astype(h.dtype)),
     "astype(float)": (in_float32, lambda h, w: h.astype(float) @ w.astype("f4")),

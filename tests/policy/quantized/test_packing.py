@@ -11,6 +11,7 @@ import pytest
 from flax import serialization
 
 import mpmodules  # noqa: F401
+from policy.core.param_formats import NF4
 from policy.quantized import QuantizedArray, pack_params, quantize_params, unpack_params
 
 
@@ -131,3 +132,12 @@ def test_arrays_without_numbers(stored):
         64,
         0,
     )
+
+
+def test_the_table_of_nf4_is_the_published_one():
+    """Dettmers et al., QLoRA (arXiv:2305.14314), appendix E."""
+    lower = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453)
+    lower += (-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0)
+    upper = (0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224)
+    upper += (0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
+    np.testing.assert_array_equal(np.asarray(NF4, np.float32), np.float32(lower + upper))
