@@ -140,4 +140,6 @@ def test_the_table_of_nf4_is_the_published_one():
     lower += (-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0)
     upper = (0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224)
     upper += (0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
-    np.testing.assert_array_equal(np.asarray(NF4, np.float32), np.float32(lower + upper))
+    np.testing.assert_array_equal(
+        np.asarray(NF4, np.float32), np.asarray(lower + upper, np.float32)
+    )
